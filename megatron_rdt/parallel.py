@@ -1,0 +1,116 @@
+"""This rank's place in Megatron's parallel layout, and talk between trainer ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from sglang_rdt.errors import RdtError
+
+T = TypeVar("T")
+
+
+def coordinates() -> dict[str, int]:
+    """Coordinates of this rank in every dimension that is larger than one."""
+    from megatron.core import parallel_state as ps
+
+    if not ps.model_parallel_is_initialized():
+        return {}
+    found = {
+        "tp": (ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()),
+        "pp": (ps.get_pipeline_model_parallel_rank(), ps.get_pipeline_model_parallel_world_size()),
+        "ep": (ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size()),
+        "etp": (ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()),
+        "dp": (ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()),
+        "cp": (ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()),
+    }
+    return {name: rank for name, (rank, size) in found.items() if size > 1}
+
+
+class TrainerGroup:
+    """All trainer ranks, over a CPU group of their own. Every method is collective.
+
+    Args:
+        timeout_s: how long a rank waits for the others before the group fails.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = None
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            if self.size > 1:
+                # A group of its own: objects must not travel through NCCL, nor mix with training.
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank drives the engines."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's ``value`` on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def together(self, run: Callable[[], T]) -> T:
+        """Runs ``run`` on every rank. If it fails on any, every rank raises, and says which."""
+        error: BaseException | None = None
+        try:
+            value = run()
+        except Exception as caught:
+            error = caught
+        failed = {r: e for r, e in enumerate(self.gather(_portable(error))) if e is not None}
+        if not failed:
+            return value
+        if error is not None:
+            raise error
+        rank, first = next(iter(failed.items()))
+        raise first from RdtError(f"raised on trainer rank {rank}")
+
+    def lead(self, run: Callable[[], T]) -> T:
+        """Runs ``run`` on rank 0; every rank returns its value or raises its error."""
+        outcome: tuple[Any, BaseException | None] = (None, None)
+        if self.leads:
+            try:
+                outcome = (run(), None)
+            except Exception as caught:
+                outcome = (None, _portable(caught))
+                if self.size == 1:
+                    raise
+        value, error = self.broadcast(outcome)
+        if error is not None:
+            raise error
+        return value
+
+    def close(self) -> None:
+        """Gives the group up."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """``error`` if it pickles, else its text in an RdtError."""
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RdtError(f"{type(error).__name__}: {error}")
+    return error

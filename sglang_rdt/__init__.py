@@ -1,0 +1,12 @@
+"""Weight sync from stock Megatron-core to stock SGLang over NIXL and Ray Direct Transport.
+
+Importing this package switches the SGLang patches on (see :mod:`sglang_rdt.activation`). It
+imports neither torch, Ray, SGLang nor Megatron; each patch waits for its module to be imported.
+"""
+
+from sglang_rdt.activation import activate
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "activate"]
+
+activate()

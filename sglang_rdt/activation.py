@@ -1,0 +1,108 @@
+"""Switches the patches on: one post-import hook per patched module.
+
+Order does not matter: a module that is imported already is patched at once, one that comes
+later when it comes. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import ModuleType
+
+import wrapt
+
+from sglang_rdt import settings as settings_module
+from sglang_rdt.errors import PatchMismatchError, RdtError, UnsupportedVersionError
+from sglang_rdt.upstream import MEGATRON_VERSIONS, PATCHES, SGLANG_VERSIONS, SOURCE_MARKER, Patch
+from sglang_rdt.versions import in_range, range_text
+
+logger = logging.getLogger("sglang_rdt")
+
+_RANGES = {"sglang": SGLANG_VERSIONS, "megatron-core": MEGATRON_VERSIONS}
+_lock = threading.Lock()
+_activated = False
+# Patch name -> "applied" | "source" | "off" | "waiting" | "refused: ...".
+_state: dict[str, str] = {p.name: "waiting" for p in PATCHES}
+
+
+def state() -> dict[str, str]:
+    """What became of each patch in this process (for ``doctor`` and tests)."""
+    return dict(_state)
+
+
+def installed_version(package: str) -> str | None:
+    """Version of the installed distribution ``package``, or None."""
+    from importlib import metadata  # slow to import; only needed once a patched module is there
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_version(package: str) -> None:
+    """Raises UnsupportedVersionError unless ``package`` is absent or in the supported range."""
+    version = installed_version(package)
+    if version is not None and not in_range(version, *_RANGES[package]):
+        raise UnsupportedVersionError(package, version, range_text(*_RANGES[package]))
+
+
+def activate() -> None:
+    """Registers the hooks of all enabled patches, once per process.
+
+    Also SGLang's plugin entry point (group ``sglang.srt.plugins``).
+
+    Raises:
+        SettingError: an environment variable of this package does not parse.
+        UnsupportedVersionError, PatchMismatchError: a module that is imported already cannot be
+            patched; where it is imported later, its import raises instead.
+    """
+    global _activated
+    with _lock:
+        if _activated:
+            return
+        _activated = True
+    settings = settings_module.load()
+    for name in ("sglang_rdt", "megatron_rdt"):
+        logging.getLogger(name).setLevel(settings.log_level.upper())
+    for patch in PATCHES:
+        if not settings.enabled or not settings.monkeypatch or not getattr(settings, patch.toggle):
+            _state[patch.name] = "off"
+            continue
+        wrapt.register_post_import_hook(_hook(patch), patch.module)
+
+
+def _hook(patch: Patch):  # type: ignore[no-untyped-def]
+    def hook(module: ModuleType) -> None:
+        try:
+            _apply(patch, module)
+        except RdtError as error:
+            _state[patch.name] = f"refused: {error}"
+            if patch.on_refusal == "raise":
+                raise
+            logger.error("%s", error)
+
+    return hook
+
+
+def _apply(patch: Patch, module: ModuleType) -> None:
+    if _state[patch.name] == "applied":
+        return
+    if getattr(module, SOURCE_MARKER, False):
+        _state[patch.name] = "source"
+        return
+    import inspect
+
+    check_version(patch.package)
+    mismatch = patch.mismatch(inspect.getsource(module))
+    if mismatch is not None:
+        toggle = next(
+            f.metadata["env"]
+            for f in settings_module.Settings.__dataclass_fields__.values()
+            if f.name == patch.toggle
+        )
+        raise PatchMismatchError(patch.name, *mismatch, toggle)
+    patch.apply(module)
+    _state[patch.name] = "applied"
+    logger.debug("patch %s applied to %s", patch.name, patch.module)

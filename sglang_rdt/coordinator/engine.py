@@ -1,0 +1,64 @@
+"""One engine: its ranks and their actor handles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_rdt.coordinator import calls
+from sglang_rdt.plan.specs import EngineRank
+
+
+@dataclass(frozen=True)
+class Engine:
+    """All scheduler actors of one engine, ordered by (dp, pp, tp).
+
+    ``instance`` tells two engines apart that carry the same name one after the other.
+    """
+
+    ranks: tuple[EngineRank, ...]
+    actors: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """``ip:port``."""
+        return self.ranks[0].engine
+
+    @property
+    def instance(self) -> str:
+        """Unique per start of the engine."""
+        return self.ranks[0].instance
+
+    def __str__(self) -> str:
+        return f"engine {self.name}"
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        phase: str,
+        per_rank: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Calls ``method`` on every rank at once; results in rank order.
+
+        Raises:
+            CallFailures: naming every rank that raised, died or did not answer in time.
+        """
+        refs = self.start(method, *args, per_rank=per_rank)
+        results = calls.gather(refs, timeout_s, phase)
+        return [results[str(rank)] for rank in self.ranks]
+
+    def start(
+        self, method: str, *args: Any, per_rank: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Like :meth:`call`, without waiting: rank -> reference."""
+        return {
+            str(rank): getattr(actor, method).remote(*args, **(per_rank[i] if per_rank else {}))
+            for i, (rank, actor) in enumerate(zip(self.ranks, self.actors, strict=True))
+        }
+
+    def status(self, timeout_s: float = 30.0) -> list[Any]:
+        """RankStatus of every rank."""
+        return self.call("rdt_status", timeout_s=timeout_s, phase="status")

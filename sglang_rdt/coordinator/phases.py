@@ -1,0 +1,95 @@
+"""Phase timings of a sync: measured everywhere, logged in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+ORDER = (
+    "final_params",
+    "pause",
+    "gather",
+    "convert",
+    "stage",
+    "put",
+    "pull",
+    "finalise",
+    "verify",
+    "version",
+)
+
+
+class PhaseTimer:
+    """Adds up seconds per phase. Phases may nest: time counts for the innermost only."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._open: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time inside for ``name``."""
+        now = time.perf_counter()
+        if self._open:
+            outer, since = self._open[-1]
+            self._add(outer, now - since)
+        self._open.append((name, now))
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            _, since = self._open.pop()
+            self._add(name, now - since)
+            if self._open:
+                self._open[-1] = (self._open[-1][0], now)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def slowest(timings: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Per phase, the longest that any rank spent in it."""
+    out: dict[str, float] = {}
+    for seconds in timings:
+        for name, value in seconds.items():
+            out[name] = max(out.get(name, 0.0), value)
+    return out
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync did.
+
+    ``phases``: seconds per phase, the slowest rank's. ``nbytes``: bytes pulled by all engines.
+    ``failures``: engine -> what happened (empty on success). ``engines``: names of the engines
+    that serve ``version`` now.
+    """
+
+    version: str
+    engines: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    phases: dict[str, float]
+    failures: dict[str, str] = field(default_factory=dict)
+    verified: str = "off"
+
+    def line(self) -> str:
+        """One line for the log."""
+        names = sorted(self.phases, key=lambda n: (ORDER.index(n) if n in ORDER else 99, n))
+        parts = ", ".join(f"{n} {self.phases[n] * 1e3:.1f}" for n in names)
+        return (
+            f"weight sync {self.version!r}: {len(self.engines)} engine(s), {human_bytes(self.nbytes)}, "
+            f"{self.seconds * 1e3:.1f} ms ({parts}; ms), verify {self.verified}"
+            + (f", FAILED on {', '.join(self.failures)}" if self.failures else "")
+        )
+
+
+def human_bytes(count: float) -> str:
+    """``16.4 GB``: powers of 1000, as links are measured."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError

@@ -1,0 +1,263 @@
+"""The SchedulerActor that RayEngine launches: SGLang's own, plus weight sync.
+
+SGLang's actor is inside of ours rather than above it: whoever looks the actor up imports this
+module, and a trainer must not import SGLang (25 s) for that, nor need it installed.
+
+Source: sglang.srt.ray.scheduler_actor.SchedulerActor; upstream counterpart of ``pull_weights``:
+sgl-project/sglang#27723.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import sglang_rdt
+from sglang_rdt import settings as settings_module
+from sglang_rdt.activation import installed_version
+from sglang_rdt.engine.actor_class import plain_class
+from sglang_rdt.engine.loop_gate import LoopGate
+from sglang_rdt.engine.loop_inbox import LoopCall
+from sglang_rdt.engine.rank_session import RankSession
+from sglang_rdt.engine.recorder import describe_tensors
+from sglang_rdt.engine.scheduler_control import SchedulerControl
+from sglang_rdt.engine.sync_request import RankStatus, SyncRequest
+from sglang_rdt.errors import EngineStateError
+from sglang_rdt.plan.buckets import Target
+from sglang_rdt.plan.specs import EngineRank, ParamSpec, RankId, Recording, TensorSpec
+from sglang_rdt.transport import nixl
+
+T = TypeVar("T")
+
+
+class RdtSchedulerActor:
+    """SGLang's scheduler actor with methods for weight sync.
+
+    All of them are served while the event loop runs. Those that touch weights run on the
+    event-loop thread, between :meth:`begin_sync` and :meth:`end_sync` or :meth:`abort_sync`.
+    """
+
+    def __init__(self, *args: Any, rdt_identity: dict[str, Any], **kwargs: Any) -> None:
+        # SGLang loads plugins in its other processes, but not in this one.
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        from sglang.srt.ray.scheduler_actor import SchedulerActor
+        from sglang.utils import TypeBasedDispatcher
+
+        self._released = plain_class(SchedulerActor)(*args, **kwargs)
+        self.scheduler = self._released.scheduler
+
+        settings = settings_module.load()
+        self._phase_timeout_s = settings.phase_timeout_s
+        self._identity = self._make_identity(rdt_identity)
+        who = str(self._identity)
+        rank = self._identity.rank
+        self._control = SchedulerControl(
+            self.scheduler, who, label_replies=rdt_identity["label_replies"]
+        )
+        self._gate = LoopGate(who, entry=rank.pp == 0 and rank.tp == 0, vote=self._control.vote)
+        self._session = RankSession(self._control, self._gate, who)
+        self._stall_timeout_s = settings.stall_timeout_s
+        self.scheduler._request_dispatcher += TypeBasedDispatcher([(LoopCall, self._on_loop_call)])
+
+    def _make_identity(self, given: dict[str, Any]) -> EngineRank:
+        args = self.scheduler.server_args
+        return EngineRank(
+            engine=given["engine"],
+            rank=RankId(**given["rank"]),
+            actor_name=given["actor_name"],
+            released_name=given["released_name"],
+            namespace=given["namespace"],
+            node_ip=_node_ip(),
+            instance=given["instance"],
+            dp_size=args.dp_size,
+            pp_size=args.pp_size,
+            tp_size=args.tp_size,
+            dp_attention=bool(getattr(args, "enable_dp_attention", False)),
+            ep_size=int(getattr(args, "ep_size", 1) or 1),
+            sglang_version=installed_version("sglang") or "",
+            package_version=sglang_rdt.__version__,
+        )
+
+    # Event-loop thread.
+
+    def _on_loop_call(self, call: LoopCall) -> None:
+        self._gate.handle(call)
+        if self._gate.parked and not self._gate.park(self._stall_timeout_s):
+            self._session.abort(f"nothing was heard of its driver for {self._stall_timeout_s:g} s")
+
+    # Ray's threads.
+
+    def get_info(self) -> dict[str, Any]:
+        """SGLang's own: initialisation info for the handshake."""
+        return self._released.get_info()
+
+    def run_event_loop(self) -> None:
+        """SGLang's own: blocks until the engine shuts down."""
+        self._released.run_event_loop()
+
+    def rdt_identity(self) -> EngineRank:
+        """Who this rank is, with its present version and state."""
+        status = self._session.status()
+        return replace(self._identity, weight_version=status.version, state=status.state)
+
+    def rdt_status(self) -> RankStatus:
+        """State of this rank's weights."""
+        status = self._session.status()
+        status.registrations = nixl.registrations()
+        status.extra["threads"] = threading.active_count()
+        return status
+
+    def describe(self) -> list[ParamSpec]:
+        """Name, shape, dtype, strides and storage identity of all parameters and buffers.
+
+        Tied weights come under every name, with the same storage.
+        """
+        return describe_tensors(self._control.model)[0]
+
+    def begin_sync(self, request: SyncRequest) -> EngineRank:
+        """Pauses the engine (all its ranks are called with the same request) and parks its loop.
+
+        Raises:
+            EngineStateError, EngineBusyError: refused; the engine runs on as it was.
+            DeadlineError: the event loop did not get to it.
+        """
+        if self._gate.parked:
+            self._command(lambda: self._session.refuse(request))
+
+        def begin() -> None:
+            self._session.begin(request)
+            self._stall_timeout_s = request.stall_timeout_s
+
+        self._gate.enter(request.sync_id, begin, self._phase_timeout_s)
+        return self.rdt_identity()
+
+    def record_load(self, sync_id: str, hf_specs: Sequence[TensorSpec]) -> Recording:
+        """What this rank wants of which HF tensor, from the model's own ``load_weights``.
+
+        Raises:
+            RecordError: the loader does more than copy slices; nothing was changed.
+        """
+
+        def record() -> Recording:
+            self._session.require(sync_id)
+            return self._session.weights.record(hf_specs)
+
+        return self._command(record)
+
+    def register_weights(self, sync_id: str) -> int:
+        """Registers the parameters' memory with NIXL, once; how many storages were new."""
+
+        def register() -> int:
+            self._session.require(sync_id)
+            return self._session.weights.register()
+
+        return self._command(register)
+
+    def pull_weights(
+        self,
+        refs: Sequence[Any],
+        names_or_slices: Sequence[str | Target],
+        sync_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Pulls tensors over NIXL straight into live parameters; bytes moved.
+
+        Args:
+            refs: one reference from ``ray.put(tensors, _tensor_transport="nixl")``, inside a list so
+                that Ray does not resolve it at call time.
+            names_or_slices: a parameter name or a slice for each tensor behind the reference.
+            sync_id: the sync under way (default: whichever is).
+
+        Raises:
+            EngineStateError: no sync is under way.
+            SlicesError: a name or slice does not exist here; nothing was moved.
+            TransportError, DeadlineError: the pull failed; the engine is dirty.
+        """
+        (ref,) = refs
+        timeout = timeout_s or self._phase_timeout_s
+        return self._command(
+            lambda: self._session.pull(self._sync_id(sync_id), ref, names_or_slices, timeout),
+            timeout,
+        )
+
+    def compare_weights(
+        self,
+        refs: Sequence[Any],
+        names_or_slices: Sequence[str | Target],
+        sync_id: str | None = None,
+    ) -> list[str]:
+        """Compares live bytes with tensors behind a reference; one line per difference."""
+        (ref,) = refs
+
+        def compare() -> list[str]:
+            self._session.require(self._sync_id(sync_id))
+            return self._session.weights.compare(ref, names_or_slices, self._phase_timeout_s)
+
+        return self._command(compare)
+
+    def finalise(self, sync_id: str, checksum: bool) -> dict[str, int]:
+        """After the last pull: constants and post-load processing, then checksums if asked."""
+
+        def run() -> dict[str, int]:
+            sums = self._session.weights.checksums() if checksum else {}
+            self._session.finalise(sync_id)
+            return sums
+
+        return self._command(run)
+
+    def checksum(self, sync_id: str | None = None) -> dict[str, int]:
+        """Additive checksum of every recorded parameter (see :mod:`sglang_rdt.checksum`)."""
+
+        def run() -> dict[str, int]:
+            self._session.require(self._sync_id(sync_id))
+            return self._session.weights.checksums()
+
+        return self._command(run)
+
+    def end_sync(self, sync_id: str, version: str | None) -> EngineRank:
+        """Ends the sync: with a version, sets it and resumes; without one (connect), just resumes."""
+
+        def end() -> None:
+            self._session.require(sync_id)
+            if version is None:
+                self._session.leave_connect(sync_id)
+            else:
+                self._session.commit(sync_id, version)
+
+        self._command(end)
+        return self.rdt_identity()
+
+    def abort_sync(self, sync_id: str, why: str) -> str:
+        """Gives the sync up; returns ``current`` (old weights, running) or ``dirty`` (paused)."""
+
+        def abort() -> str:
+            self._session.require(sync_id)
+            return self._session.abort(why)
+
+        return self._command(abort)
+
+    def read_weights(self, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Copies of live parameters on the CPU, for tests and debugging: name -> tensor."""
+        _, tensors = describe_tensors(self._control.model)
+        return {n: tensors[n].detach().cpu().clone() for n in (names or tensors)}
+
+    def _sync_id(self, given: str | None) -> str:
+        if given is not None:
+            return given
+        request = self._session.request
+        if request is None:
+            raise EngineStateError(f"{self._identity} is in no sync; begin_sync first")
+        return request.sync_id
+
+    def _command(self, run: Callable[[], T], timeout_s: float | None = None) -> T:
+        return self._gate.command(run, timeout_s or self._phase_timeout_s)
+
+
+def _node_ip() -> str:
+    import ray.util
+
+    return ray.util.get_node_ip_address()

@@ -1,0 +1,177 @@
+"""What the patches call, monkey-patch and patch set alike. Each does nothing if switched off."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_rdt import activation
+from sglang_rdt import settings as settings_module
+from sglang_rdt.engine import names
+from sglang_rdt.engine.actor_class import plain_class
+from sglang_rdt.upstream import SOURCE_MARKER
+
+logger = logging.getLogger("sglang_rdt")
+
+# Event loop, control calls, and one waiting pull per source; threads of an actor cost little.
+MAX_CONCURRENCY = 32
+# Without it Ray hides all GPUs but one from the actor, and SGLang's device ordinal is wrong.
+NOSET_CUDA = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+def scheduler_actor_class(released: Any) -> Any:
+    """What RayEngine should launch instead of ``released`` (SGLang's own SchedulerActor).
+
+    Raises:
+        UnsupportedVersionError: SGLang is outside of the supported range.
+    """
+    settings = settings_module.load()
+    if not settings.enabled or not settings.patch_scheduler_actor:
+        return released
+    if isinstance(released, NamedActorClass):
+        return released
+    activation.check_version("sglang")
+    plain_class(released)  # refuses now, by name, what could not be launched later
+    return NamedActorClass(released)
+
+
+def follow_weight_version(manager: Any) -> None:
+    """Lets a TokenizerManager take the weight version that the schedulers send."""
+    settings = settings_module.load()
+    if not settings.enabled or not settings.patch_weight_version:
+        return
+    from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+    from sglang.utils import TypeBasedDispatcher
+
+    def follow(message: Any) -> None:
+        manager._update_weight_version_if_provided(message.new_version)
+
+    manager._result_dispatcher += TypeBasedDispatcher([(UpdateWeightVersionReqInput, follow)])
+
+
+def _versions_followed(server_args: Any) -> bool:
+    """Whether this process's tokenizer manager will follow versions; an unhooked one dies of them."""
+    if not settings_module.load().patch_weight_version:
+        return False
+    import sglang.srt.managers.tokenizer_manager as module
+
+    hooked = (
+        getattr(module, SOURCE_MARKER, False) or activation.state()["weight_version"] == "applied"
+    )
+    # With several tokenizer workers, SGLang's router drops messages that belong to no request.
+    return hooked and int(getattr(server_args, "tokenizer_worker_num", 1) or 1) == 1
+
+
+@dataclass(frozen=True)
+class _Engine:
+    node_ip: str
+    port: int
+    instance: str
+
+
+_lock = threading.Lock()
+# One entry per engine start in this process, by the address of its tokenizer.
+_engines: dict[str, _Engine] = {}
+
+
+class NamedActorClass:
+    """Stands where SGLang's SchedulerActor stood: same ``.options(...).remote(...)``, launches
+    :class:`~sglang_rdt.engine.actor.RdtSchedulerActor` under its stable name."""
+
+    def __init__(self, released: Any) -> None:
+        self._released = released
+
+    def options(self, **options: Any) -> _Launch:
+        """Ray options as SGLang gives them; ``name`` is replaced by the stable one."""
+        return _Launch(options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._released, name)
+
+
+class _Launch:
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+
+    def remote(self, **kwargs: Any) -> Any:
+        """Creates the actor; keyword arguments go to SchedulerActor unchanged."""
+        import ray
+
+        from sglang_rdt.engine.actor import RdtSchedulerActor
+
+        settings = settings_module.load()
+        namespace = settings.namespace or ray.get_runtime_context().namespace
+        engine = _engine_of(kwargs["server_args"], kwargs["port_args"], namespace)
+        rank = {
+            "dp": kwargs.get("dp_rank") or 0,
+            "pp": kwargs["pp_rank"],
+            "tp": kwargs["tp_rank"],
+        }
+        name = names.actor_name(engine.node_ip, engine.port, **rank)
+        identity = {
+            "engine": names.engine_id(engine.node_ip, engine.port),
+            "rank": rank,
+            "actor_name": name,
+            "namespace": namespace,
+            "instance": engine.instance,
+            "label_replies": _versions_followed(kwargs["server_args"]),
+            "released_name": self._options.get("name"),
+        }
+        options = {
+            **self._options,
+            "name": name,
+            "namespace": namespace,
+            "max_concurrency": MAX_CONCURRENCY,
+            "runtime_env": _runtime_env(self._options.get("runtime_env")),
+        }
+        actor = ray.remote(RdtSchedulerActor).options(**options)
+        return actor.remote(rdt_identity=identity, **kwargs)
+
+
+def _runtime_env(given: Any) -> dict[str, Any]:
+    env = dict(given or {})
+    env["env_vars"] = {
+        **settings_module.load().env(),
+        NOSET_CUDA: "1",
+        **env.get("env_vars", {}),
+    }
+    return env
+
+
+def _engine_of(server_args: Any, port_args: Any, namespace: str) -> _Engine:
+    """The engine that is being launched: the same for all its ranks."""
+    import ray.util
+
+    key = port_args.tokenizer_ipc_name
+    with _lock:
+        engine = _engines.get(key)
+        if engine is None:
+            node_ip = ray.util.get_node_ip_address()
+            port = _free_port_label(
+                node_ip, int(server_args.port), int(port_args.nccl_port), namespace
+            )
+            engine = _engines[key] = _Engine(node_ip, port, uuid.uuid4().hex)
+        return engine
+
+
+def _free_port_label(node_ip: str, port: int, nccl_port: int, namespace: str) -> int:
+    """``port``, or for a second engine object on one node (no HTTP server, so they share the
+    default port number) the NCCL port, which no two engines share."""
+    import ray.util
+
+    taken = {
+        (parsed.node, parsed.port)
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == namespace and (parsed := names.parse(entry["name"]))
+    }
+    if (node_ip, port) not in taken:
+        return port
+    logger.warning(
+        "another engine is called %s already; this one is %s (give engines their own port=)",
+        names.engine_id(node_ip, port),
+        names.engine_id(node_ip, nccl_port),
+    )
+    return nccl_port

@@ -1,0 +1,172 @@
+"""Running our code on the scheduler's event-loop thread, on all TP ranks at once.
+
+The Ray method leaves what to do at its rank (:meth:`LoopGate.enter`) and waits; the entry rank
+also posts a :class:`~sglang_rdt.engine.loop_inbox.LoopCall`, which SGLang broadcasts. Each rank's
+event loop then runs what was left there. A call may *park* the loop: it stays on the loop thread
+and runs commands (:meth:`LoopGate.command`) until one of them releases it. While a loop is parked
+nobody spins, so Ray's threads have the GIL, and no forward pass can run.
+
+Ranks never diverge: before anything happens, and again at every decision, they vote
+(:data:`Vote`) over SGLang's own CPU group; one "no", or one rank whose call never arrived, means
+no for all.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from sglang_rdt.engine import loop_inbox
+from sglang_rdt.errors import DeadlineError, EngineStateError
+
+T = TypeVar("T")
+
+# All ranks of the TP group call it with their opinion; True only if everyone said True.
+Vote = Callable[[bool], bool]
+
+# How long a rank's loop waits for its own call after the broadcast told it of one.
+ARRIVAL_TIMEOUT_S = 10.0
+
+
+@dataclass
+class _Call:
+    run: Callable[[], Any]
+    cancelled: bool = False
+    future: Future = field(default_factory=Future)
+
+    def execute(self) -> None:
+        try:
+            self.future.set_result(self.run())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
+class LoopGate:
+    """The way onto the event loop of one scheduler actor. Thread-safe.
+
+    Args:
+        who: this rank, for messages.
+        entry: whether this is the rank whose received requests SGLang broadcasts.
+        vote: see :data:`Vote`.
+    """
+
+    def __init__(self, who: str, *, entry: bool, vote: Vote) -> None:
+        self._who = who
+        self._entry = entry
+        self._vote = vote
+        self._lock = threading.Condition()
+        self._calls: dict[str, _Call] = {}
+        self._commands: queue.Queue[_Call] = queue.Queue()
+        self._parked = False
+        self._release = False
+
+    @property
+    def parked(self) -> bool:
+        """Whether the event loop is inside :meth:`park`."""
+        return self._parked
+
+    # On Ray's threads.
+
+    def enter(self, call_id: str, run: Callable[[], T], timeout_s: float) -> T:
+        """Runs ``run`` on the event loop, with the other ranks' calls of the same id.
+
+        Raises:
+            DeadlineError: the event loop did not get to it in time; it never will.
+            EngineStateError: another rank's call did not arrive, so none ran.
+        """
+        call = _Call(run)
+        with self._lock:
+            if call_id in self._calls:
+                raise EngineStateError(f"{self._who}: call {call_id} is under way already")
+            self._calls[call_id] = call
+            self._lock.notify_all()
+        if self._entry:
+            loop_inbox.post(loop_inbox.LoopCall(call_id))
+        return self._wait(call, "reach the event loop", timeout_s)
+
+    def command(self, run: Callable[[], T], timeout_s: float) -> T:
+        """Runs ``run`` on the parked event loop.
+
+        Raises:
+            EngineStateError: the loop is not parked: there is no sync under way.
+            DeadlineError: not done in time (an earlier command may still be running).
+        """
+        call = _Call(run)
+        with self._lock:
+            if not self._parked:
+                raise EngineStateError(f"{self._who} is not in a weight sync; begin_sync first")
+            self._commands.put(call)
+        return self._wait(call, "command", timeout_s)
+
+    def _wait(self, call: _Call, phase: str, timeout_s: float) -> Any:
+        try:
+            return call.future.result(timeout_s)
+        except FutureTimeout:
+            if call.future.done():  # run() itself raised a TimeoutError
+                raise
+            with self._lock:
+                call.cancelled = True
+            raise DeadlineError(self._who, phase, timeout_s) from None
+
+    # On the event-loop thread.
+
+    def handle(self, loop_call: loop_inbox.LoopCall) -> None:
+        """Runs what was left under the call's id; SGLang's request dispatcher calls it."""
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+        with self._lock:
+            while loop_call.call_id not in self._calls:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._lock.wait(left):
+                    break
+            call = self._calls.pop(loop_call.call_id, None)
+            ready = call is not None and not call.cancelled
+        if not self._vote(ready):
+            if call is not None:
+                call.future.set_exception(
+                    EngineStateError(
+                        f"{self._who}: the call did not reach every rank of the engine within "
+                        f"{ARRIVAL_TIMEOUT_S:g} s, so none ran it"
+                    )
+                )
+            return
+        assert call is not None
+        call.execute()
+
+    def park(self, stall_timeout_s: float) -> bool:
+        """Stays on the event loop and runs commands until :meth:`release`.
+
+        Returns:
+            False if no command came for ``stall_timeout_s``: whoever drives the sync is gone.
+        """
+        released = True
+        while not self._release:
+            try:
+                call = self._commands.get(timeout=stall_timeout_s)
+            except queue.Empty:
+                released = False
+                break
+            if not call.cancelled:
+                call.execute()
+        with self._lock:
+            self._parked = self._release = False
+            left = []
+            while not self._commands.empty():
+                left.append(self._commands.get_nowait())
+        for call in left:
+            call.future.set_exception(EngineStateError(f"{self._who}: the weight sync has ended"))
+        return released
+
+    def will_park(self) -> None:
+        """From inside a call: commands are welcome from now on; :meth:`park` follows."""
+        with self._lock:
+            self._parked, self._release = True, False
+
+    def release(self) -> None:
+        """From inside a command: the loop leaves :meth:`park` after it."""
+        self._release = True

@@ -1,0 +1,192 @@
+"""One rank's side of a weight sync: the states, and what moves between them.
+
+``current`` --begin--> ``syncing`` --commit--> ``current`` (new version)
+                       ``syncing`` --abort, no byte landed--> ``current`` (old version, running)
+                       ``syncing`` --abort, bytes landed--> ``dirty`` (old label, stays paused)
+``dirty``   --begin--> ``syncing`` (only a full sync ends it)
+
+Everything but :meth:`RankSession.status` runs on the event-loop thread. Each transition is voted
+on by all ranks of the TP group, so that no rank serves what another does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_rdt.engine.live_weights import LiveWeights
+from sglang_rdt.engine.loop_gate import LoopGate
+from sglang_rdt.engine.scheduler_control import SchedulerControl
+from sglang_rdt.engine.sync_request import RankStatus, State, SyncRequest
+from sglang_rdt.errors import EngineStateError, RdtError
+from sglang_rdt.plan.buckets import Target
+
+logger = logging.getLogger("sglang_rdt")
+
+
+class RankSession:
+    """The state machine of one scheduler actor."""
+
+    def __init__(self, control: SchedulerControl, gate: LoopGate, who: str) -> None:
+        self._control = control
+        self._gate = gate
+        self._who = who
+        self._status = RankStatus(version=control.version)
+        self._request: SyncRequest | None = None
+        self._was_paused = False
+        self.weights = LiveWeights(control.model, who)
+
+    @property
+    def request(self) -> SyncRequest | None:
+        """The sync under way."""
+        return self._request
+
+    def status(self) -> RankStatus:
+        """A copy of the rank's state; from any thread."""
+        return RankStatus(**self._status.__dict__)
+
+    def begin(self, request: SyncRequest) -> None:
+        """Pause, flush, open SGLang's session: on all ranks or on none.
+
+        Raises:
+            EngineStateError, EngineBusyError: nothing changed, the engine runs on.
+        """
+        problem: RdtError | None = None
+        if self._status.state != "dirty":  # a dirty rank is paused by us, not by the user
+            self._was_paused = self._control.paused
+        paused_here = False
+        try:
+            self.refuse(request)
+            if not self._control.paused:
+                self._control.pause(request.pause_mode)
+                paused_here = True
+            if request.flush:
+                self._control.flush()
+            self._control.synchronize()
+            if request.purpose == "sync" and self.weights.recording is not None:
+                self.weights.check_addresses()
+        except RdtError as error:
+            problem = error
+        except Exception as error:
+            problem = EngineStateError(
+                f"{self._who}: begin failed: {type(error).__name__}: {error}"
+            )
+        if not self._control.vote(problem is None):
+            if paused_here:
+                self._control.resume()
+            raise problem or EngineStateError(
+                f"{self._who}: another rank of the engine refused the sync"
+            )
+        self._control.begin_session()
+        self._gate.will_park()
+        self._request = request
+        self._status.sync_id, self._status.owner = request.sync_id, request.owner
+        if self._status.state != "dirty":
+            self._status.state = "syncing"
+        self._status.bytes_landed = 0
+
+    def refuse(self, request: SyncRequest) -> None:
+        """Raises EngineStateError if ``request`` cannot begin now."""
+        self._control.refuse_unsupported_model()
+        if self._request is not None:
+            raise EngineStateError(
+                f"{self._who} is in sync {self._request.sync_id} of {self._request.owner}"
+            )
+        if self._status.state == "current" and self._control.session_open:
+            raise EngineStateError(
+                f"{self._who}: somebody else has a weight-update session open; end it first"
+            )
+        tags = getattr(self._control.scheduler.weight_updater, "offload_tags", None)
+        if tags:
+            raise EngineStateError(
+                f"{self._who}: memory is released ({', '.join(sorted(tags))}); resume it first"
+            )
+
+    def require(self, sync_id: str, *, writing: bool = False) -> SyncRequest:
+        """The sync under way; EngineStateError if it is not ``sync_id``, or may not write."""
+        if self._request is None or self._request.sync_id != sync_id:
+            now = f"in sync {self._request.sync_id}" if self._request else "in no sync"
+            raise EngineStateError(f"{self._who} is {now}, not in {sync_id}")
+        if writing and self._request.purpose != "sync":
+            raise EngineStateError(
+                f"{self._who}: sync {sync_id} was begun to connect, not to write"
+            )
+        return self._request
+
+    def pull(self, sync_id: str, ref: Any, what: Sequence[str | Target], timeout_s: float) -> int:
+        """Pulls one reference into live parameters; bytes moved."""
+        self.require(sync_id, writing=True)
+        # Resolve first: a bad slice is refused while the weights are still whole.
+        self.weights.resolve(what)
+        # From here on a failure may leave half of a parameter.
+        self._status.bytes_landed += 1
+        moved = self.weights.pull(ref, what, timeout_s)
+        self._status.bytes_landed += moved - 1
+        return moved
+
+    def finalise(self, sync_id: str) -> None:
+        """Constants, then SGLang's post-load processing, once; all ranks together."""
+        self.require(sync_id, writing=True)
+        if not self._control.vote(True):
+            self._left_in_the_lurch()
+            raise EngineStateError(f"{self._who}: another rank of the engine gave the sync up")
+        self.weights.apply_constants()
+        self._control.synchronize()
+        self._control.end_session()
+        self._control.synchronize()
+
+    def commit(self, sync_id: str, version: str) -> None:
+        """The new version is complete and checked: label it and go on generating."""
+        self.require(sync_id, writing=True)
+        if not self._control.vote(True):
+            self._left_in_the_lurch()
+            raise EngineStateError(f"{self._who}: another rank of the engine gave the sync up")
+        self._control.set_version(version)
+        self._status.version = version
+        self._status.syncs += 1
+        self._finish("current", "")
+
+    def leave_connect(self, sync_id: str) -> None:
+        """Ends a ``connect`` session; weights and version are as before."""
+        request = self.require(sync_id)
+        if request.purpose != "connect":
+            raise EngineStateError(f"{self._who}: sync {sync_id} writes; commit or abort it")
+        dirty = self._status.state == "dirty"
+        if not self._control.vote(True):
+            self._left_in_the_lurch()
+            return
+        if not dirty:
+            self._control.end_session()
+        self._finish("dirty" if dirty else "current", self._status.detail)
+
+    def abort(self, why: str) -> State:
+        """Gives the sync up, with the other ranks; returns the state that the rank is left in."""
+        self._control.vote(False)
+        return self._give_up(why)
+
+    def _left_in_the_lurch(self) -> None:
+        self._give_up("another rank of the engine gave the sync up")
+
+    def _give_up(self, why: str) -> State:
+        # Bytes on any rank make the whole engine dirty: its ranks share one set of weights.
+        clean_here = self._status.bytes_landed == 0 and self._status.state != "dirty"
+        clean = self._control.vote(clean_here)
+        sync_id = self._request.sync_id if self._request else "?"
+        if clean:
+            if self._control.session_open or not self._control.has_session:
+                self._control.end_session()
+            self._finish("current", "")
+        else:
+            detail = f"sync {sync_id} failed after bytes had landed: {why}"
+            logger.error("%s is dirty and stays paused: %s", self._who, detail)
+            self._finish("dirty", detail)
+        return self._status.state
+
+    def _finish(self, state: State, detail: str) -> None:
+        self._status.state, self._status.detail = state, detail
+        self._request = None
+        self._status.sync_id = self._status.owner = None
+        self._gate.release()
+        if state == "current" and not self._was_paused:
+            self._control.resume()

@@ -1,0 +1,187 @@
+"""The scheduler's own pause, flush, weight-update session and version, across SGLang versions.
+
+Everything here runs on the event-loop thread. Facts per version: SGLang 0.5.16 to 0.5.20 have no
+weight-update session and a flush that refuses while requests wait; 0.5.19 brought per-token
+version labels; 0.5.21 the session (``begin_weight_update`` ... ``end_weight_update``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sglang_rdt.errors import EngineBusyError, EngineStateError
+
+
+class SchedulerControl:
+    """Drives one ``Scheduler`` (sglang.srt.managers.scheduler).
+
+    Args:
+        scheduler: the live scheduler of this process.
+        who: this rank, for messages.
+        label_replies: whether the tokenizer manager listens for versions (patch
+            ``weight_version``); it dies of a message that it does not know.
+    """
+
+    def __init__(self, scheduler: Any, who: str, *, label_replies: bool) -> None:
+        self.scheduler = scheduler
+        self._who = who
+        self._label_replies = label_replies
+        self._version: str | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The served model of this rank."""
+        return self.scheduler.tp_worker.model_runner.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters live."""
+        return next(self.model.parameters()).device
+
+    @property
+    def has_session(self) -> bool:
+        """SGLang >= 0.5.21."""
+        return hasattr(self.scheduler.weight_updater, "begin_weight_update")
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation is paused, by whomever."""
+        return bool(self.scheduler._engine_paused)
+
+    def vote(self, opinion: bool) -> bool:
+        """True on every rank of the TP group if all ranks say True."""
+        group = self.scheduler.tp_cpu_group
+        flag = torch.tensor([int(opinion)], dtype=torch.int32)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group)
+        return bool(flag.item())
+
+    def pause(self, mode: str) -> None:
+        """Stops generation: ``retract`` or ``in_place``."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        if getattr(self.scheduler, "enable_continuous_input_polling", False):
+            raise EngineStateError(
+                f"{self._who}: a prefill server with continuous input polling cannot be synced: "
+                "calls would run in the middle of a forward pass"
+            )
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    def resume(self) -> None:
+        """Goes on generating; keeps the allocator's memory."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def flush(self) -> None:
+        """Empties the KV cache, without emptying the allocator (that costs a second).
+
+        Raises:
+            EngineBusyError: requests hold cache; nothing was flushed.
+        """
+        with self._waiting_requests_hidden():
+            if self.scheduler.flush_cache(empty_cache=False):
+                return
+        running = len(self.scheduler.running_batch.reqs)
+        raise EngineBusyError(
+            f"{self._who}: the KV cache cannot be flushed: {running} running and "
+            f"{len(self.scheduler.waiting_queue)} waiting requests; pause with mode 'retract', "
+            "or set SGLANG_RDT_FLUSH=0 to keep their old cache"
+        )
+
+    @contextlib.contextmanager
+    def _waiting_requests_hidden(self) -> Iterator[None]:
+        # Up to 0.5.20 flush_cache wants an empty waiting queue even while paused. Requests that
+        # wait after a retract own no cache, which is what 0.5.21 checks instead.
+        if self.has_session:
+            yield
+            return
+        waiting, self.scheduler.waiting_queue = self.scheduler.waiting_queue, []
+        try:
+            yield
+        finally:
+            self.scheduler.waiting_queue = waiting
+
+    def refuse_unsupported_model(self) -> None:
+        """Raises EngineStateError for weights that only a session could make loadable again."""
+        if self.has_session:
+            return
+        quantised = sorted(
+            {
+                type(m.quant_method).__name__
+                for m in self.model.modules()
+                if getattr(m, "quant_method", None) is not None
+                and not type(m.quant_method).__name__.startswith("Unquantized")
+            }
+        )
+        if quantised:
+            raise EngineStateError(
+                f"{self._who}: weights were repacked after loading ({', '.join(quantised)}); syncing "
+                "them needs SGLang 0.5.21 or newer"
+            )
+
+    def begin_session(self, selector: str = "all") -> None:
+        """Brings packed weights into their loadable form. All ranks together."""
+        if not self.has_session:
+            return
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        updater = self.scheduler.weight_updater
+        if updater._session is not None:
+            # Ours, of a sync that failed; anybody else's was refused by the state machine.
+            return
+        reply = updater.begin_weight_update(BeginWeightUpdateReqInput(selector=selector))
+        if not reply.success:
+            raise EngineStateError(f"{self._who}: SGLang refused the session: {reply.message}")
+
+    @property
+    def session_open(self) -> bool:
+        """Whether a weight-update session is open, by whomever."""
+        return self.has_session and self.scheduler.weight_updater._session is not None
+
+    def end_session(self) -> None:
+        """Derives and packs what is made of the weights, once. All ranks together."""
+        if self.has_session:
+            from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+            reply = self.scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput())
+            if not reply.success:
+                raise EngineStateError(
+                    f"{self._who}: SGLang could not end the session: {reply.message}"
+                )
+            return
+        from sglang.srt.model_loader import loader
+
+        loader._post_load_weights(self.model)
+
+    @property
+    def version(self) -> str:
+        """The version label that replies carry now."""
+        if hasattr(self.scheduler, "record_weight_version_change"):
+            from sglang.srt.runtime_context import get_serving
+
+            return str(get_serving().weight_version)
+        if self._version is not None:
+            return self._version
+        return str(self.scheduler.server_args.weight_version)
+
+    def set_version(self, version: str) -> None:
+        """Labels everything generated from now on."""
+        if hasattr(self.scheduler, "record_weight_version_change"):
+            self.scheduler.record_weight_version_change(new_version=version)
+        self._version = version
+        if self._label_replies:
+            from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+            # Ranks that talk to no tokenizer manager have no socket, and send nothing.
+            self.scheduler.ipc_channels.send_to_tokenizer.send_output(
+                UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+            )
+
+    def synchronize(self) -> None:
+        """Waits for the device: a forward pass may still read the weights."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

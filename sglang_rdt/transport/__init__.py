@@ -1,0 +1,1 @@
+"""Moving bytes: NIXL through Ray Direct Transport."""
