@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+"""Writes the patch files of one release, from the unpacked sources of that release.
+
+    python patches/regenerate.py TREE VERSION [--check]
+
+TREE holds ``sglang/`` or ``megatron/`` (an unpacked wheel, a site-packages folder, or a source
+checkout); VERSION is the release, for example 0.5.23. The files go to
+``patches/<package>/<VERSION>/``. ``--check`` writes nothing and fails where a file would change.
+
+Every edit is described once, in PATCHES, by the line that it goes next to. An anchor must occur
+exactly once in the file, so a release that moved it is refused, not patched in the wrong place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# Set beside each hook: the monkey-patch steps aside where it sees it. It comes before the import
+# of the package, because that import runs the monkey-patch's hooks on the half-imported module.
+MARKER = "_SGLANG_RDT_PATCHED"
+
+VERSIONS: dict[str, tuple[str, ...]] = {
+    "sglang": ("0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+    "megatron-core": ("0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2"),
+}
+# The package that a version belongs to is the one whose folder the tree has.
+FOLDERS = {"sglang": "sglang", "megatron-core": "megatron/core"}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Adds ``lines`` after (or ``before``) the only line that equals ``anchor``.
+
+    Without an anchor, at the end of the file.
+    """
+
+    anchor: str | None
+    lines: tuple[str, ...]
+    before: bool = False
+
+    def apply(self, source: list[str]) -> list[str]:
+        """``source`` with the lines added.
+
+        Raises:
+            ValueError: the anchor does not occur exactly once.
+        """
+        if self.anchor is None:
+            at = len(source)
+        else:
+            found = [i for i, line in enumerate(source) if line == self.anchor]
+            if len(found) != 1:
+                raise ValueError(f"{self.anchor!r} occurs {len(found)} times, not once")
+            at = found[0] if self.before else found[0] + 1
+        return [*source[:at], *self.lines, *source[at:]]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One concern: one file of the package, and what stands in the patch's header.
+
+    ``name`` is the name of the same patch in ``sglang_rdt/upstream.py``.
+    """
+
+    package: str
+    number: int
+    name: str
+    path: str
+    what: str
+    why: str
+    upstream: str
+    drop_when: str
+    edits: tuple[Edit, ...]
+
+    @property
+    def filename(self) -> str:
+        return f"{self.number:04d}-{self.name.replace('_', '-')}.patch"
+
+    def header(self, version: str) -> str:
+        supported = VERSIONS[self.package]
+        return (
+            f"What: {self.what}\n"
+            f"Why: {self.why}\n"
+            f"Upstream: {self.upstream}\n"
+            f"Versions: {self.package} {supported[0]} to {supported[-1]}; this file: {version}\n"
+            f"Drop when: {self.drop_when}\n"
+            "\n"
+        )
+
+    def render(self, source: str, version: str) -> str:
+        """The patch file for a release whose file at ``path`` is ``source``.
+
+        Raises:
+            ValueError: ``source`` is patched already, or an anchor is not there once.
+        """
+        if MARKER in source:
+            raise ValueError(f"{self.path} is patched already; give an untouched tree")
+        if not source.endswith("\n"):
+            raise ValueError(f"{self.path} does not end with a newline")
+        before = source.split("\n")[:-1]
+        after = before
+        for edit in self.edits:
+            try:
+                after = edit.apply(after)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {error}") from None
+        diff = difflib.unified_diff(before, after, f"a/{self.path}", f"b/{self.path}", lineterm="")
+        return self.header(version) + "\n".join(diff) + "\n"
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        package="sglang",
+        number=1,
+        name="scheduler_actor",
+        path="sglang/srt/ray/engine.py",
+        what="RayEngine launches a subclass of SchedulerActor: stable name, weight-sync methods.",
+        why="the released actor cannot be found by name, cannot be called while its event loop "
+        "runs, and has no pull_weights.",
+        upstream="sgl-project/sglang#27723 (on a fork branch only)",
+        drop_when="a released SGLang has SchedulerActor.pull_weights and discoverable actor names.",
+        edits=(
+            Edit(
+                "logger = logging.getLogger(__name__)",
+                (
+                    "",
+                    f"{MARKER} = True",
+                    "from sglang_rdt.engine.hooks import"
+                    " scheduler_actor_class as _rdt_scheduler_actor_class",
+                    "",
+                    "SchedulerActor = _rdt_scheduler_actor_class(SchedulerActor)",
+                ),
+            ),
+        ),
+    ),
+    Patch(
+        package="sglang",
+        number=2,
+        name="event_loop",
+        path="sglang/srt/managers/scheduler_components/request_receiver.py",
+        what="the receiver of requests adds this process's waiting weight-sync calls.",
+        why="weights may only move on the event-loop thread, on all TP ranks in the same turn; "
+        "SGLang's own broadcast carries the calls there.",
+        upstream="sgl-project/sglang#27723 (pulls on an actor thread instead)",
+        drop_when="SGLang can run a callable on the event loop of every rank under Ray.",
+        edits=(
+            Edit(
+                "if TYPE_CHECKING:",
+                (
+                    f"{MARKER} = True",
+                    "from sglang_rdt.engine.loop_inbox import"
+                    " add_loop_calls as _rdt_add_loop_calls",
+                    "",
+                ),
+                before=True,
+            ),
+            Edit(
+                "        recv_reqs = self._pull_raw_reqs()",
+                ("        recv_reqs = _rdt_add_loop_calls(recv_reqs)",),
+            ),
+        ),
+    ),
+    Patch(
+        package="sglang",
+        number=3,
+        name="weight_version",
+        path="sglang/srt/managers/tokenizer_manager.py",
+        what="the tokenizer manager follows the weight version that the schedulers report.",
+        why="the schedulers know when new weights are complete, but replies and /get_model_info "
+        "are labelled by the tokenizer manager, in another process.",
+        upstream="sgl-project/sglang#27723 (the trainer calls the HTTP endpoint instead)",
+        drop_when="the tokenizer manager takes its weight version from the schedulers.",
+        edits=(
+            Edit(
+                "from sglang.utils import TypeBasedDispatcher, get_exception_traceback",
+                (
+                    "",
+                    f"{MARKER} = True",
+                    "from sglang_rdt.engine.hooks import"
+                    " follow_weight_version as _rdt_follow_weight_version",
+                ),
+            ),
+            # The last line of init_request_dispatcher, after init_communicators has added its own.
+            Edit(
+                "        self.signal_handler_class = SignalHandler",
+                ("        _rdt_follow_weight_version(self)",),
+            ),
+        ),
+    ),
+    Patch(
+        package="megatron-core",
+        number=1,
+        name="optimizer_step",
+        path="megatron/core/optimizer/optimizer.py",
+        what="the outermost optimizer's step() tells listeners after a successful step.",
+        why="weights are exported when the parameters are final, on all ranks together, without "
+        "an edit to the training loop.",
+        upstream="radixark/miles#1313 (calls its updater from its own training loop)",
+        drop_when="Megatron-core has post-step hooks that see final parameters.",
+        edits=(
+            Edit(
+                None,
+                (
+                    "",
+                    "",
+                    f"{MARKER} = True",
+                    "from megatron_rdt.hooks import"
+                    " instrument_optimizers as _rdt_instrument_optimizers",
+                    "",
+                    "_rdt_instrument_optimizers(globals())",
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def find_root(tree: Path) -> tuple[str, Path]:
+    """The package in ``tree`` and the folder that the patches' paths are relative to.
+
+    Raises:
+        ValueError: there is no package in ``tree``, or both are.
+    """
+    found = [
+        (package, root)
+        for root in (tree, tree / "python")
+        for package, folder in FOLDERS.items()
+        if (root / folder).is_dir()
+    ]
+    if len(found) != 1:
+        names = " and ".join(package for package, _ in found) or "no sglang/ and no megatron/core/"
+        raise ValueError(f"{tree} holds {names}; one package is expected")
+    return found[0]
+
+
+def render_all(tree: Path, version: str) -> Iterator[tuple[Path, str]]:
+    """(file, contents) of every patch file for ``version``, made from ``tree``."""
+    package, root = find_root(tree)
+    for patch in PATCHES:
+        if patch.package == package:
+            source = (root / patch.path).read_bytes().decode()
+            yield Path(package, version, patch.filename), patch.render(source, version)
+
+
+def main(argv: list[str] | None = None) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tree", type=Path, metavar="TREE")
+    parser.add_argument("version", metavar="VERSION")
+    parser.add_argument("--check", action="store_true", help="compare only, write nothing")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write to (this one)")
+    args = parser.parse_args(argv)
+    if not re.fullmatch(r"\d+(\.\d+)*", args.version):
+        parser.error(f"{args.version!r} is not the version of a release")
+    try:
+        rendered = list(render_all(args.tree, args.version))
+    except (OSError, ValueError) as error:
+        print(f"regenerate: {error}", file=sys.stderr)
+        return 1
+    stale = 0
+    for relative, text in rendered:
+        path = args.out / relative
+        if args.check:
+            if not path.is_file() or path.read_text(encoding="utf-8") != text:
+                print(f"{path} is not what {args.tree} gives")
+                stale += 1
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(path)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
