@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -404,5 +404,3 @@ def load_hf_config(path: str | Path) -> Any:
         raise ExportError(f"no config.json in {folder}")
     return AutoConfig.from_pretrained(folder)
 
-
-__all__: Iterable[str] = ["WeightSync", "load_hf_config"]

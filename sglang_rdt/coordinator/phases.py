@@ -75,10 +75,13 @@ class SyncReport:
     failures: dict[str, str] = field(default_factory=dict)
     verified: str = "off"
 
+    def ordered_phases(self) -> list[tuple[str, float]]:
+        """``(phase, seconds)`` in the order in which phases begin."""
+        return sorted(self.phases.items(), key=lambda p: ORDER.index(p[0]) if p[0] in ORDER else 99)
+
     def line(self) -> str:
         """One line for the log."""
-        names = sorted(self.phases, key=lambda n: (ORDER.index(n) if n in ORDER else 99, n))
-        parts = ", ".join(f"{n} {self.phases[n] * 1e3:.1f}" for n in names)
+        parts = ", ".join(f"{name} {s * 1e3:.1f}" for name, s in self.ordered_phases())
         return (
             f"weight sync {self.version!r}: {len(self.engines)} engine(s), {human_bytes(self.nbytes)}, "
             f"{self.seconds * 1e3:.1f} ms ({parts}; ms), verify {self.verified}"

@@ -48,7 +48,7 @@ def describe_tensors(model: torch.nn.Module) -> tuple[list[ParamSpec], dict[str,
                     tuple(data.stride()),
                     dtype_name(data.dtype),
                     data.untyped_storage().data_ptr(),
-                    data.storage_offset(),
+                    int(data.storage_offset()),
                     buffer,
                 )
             )
@@ -67,7 +67,7 @@ class _Live:
             last = t.storage_offset() + sum(
                 (n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)
             )
-            entry = (t.storage_offset(), last, name, t)
+            entry = (int(t.storage_offset()), int(last), name, t)
             self._by_storage.setdefault(t.untyped_storage()._cdata, []).append(entry)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -77,7 +77,7 @@ class _Live:
         """``(parameter, slice)``; the first name wins where parameters are tied."""
         for first, last, name, param in self._by_storage.get(view.untyped_storage()._cdata, ()):
             if first <= view.storage_offset() <= last and view.dtype == param.dtype:
-                offset = view.storage_offset() - first
+                offset = int(view.storage_offset()) - first
                 return name, Slice(offset, tuple(view.shape), tuple(view.stride()))
         return None
 
@@ -158,7 +158,7 @@ class _Recorder(TorchDispatchMode):
             Want(
                 *place,
                 spec.name,
-                Slice(src.storage_offset(), tuple(src.shape), tuple(src.stride())),
+                Slice(int(src.storage_offset()), tuple(src.shape), tuple(src.stride())),
             )
         )
         return dst

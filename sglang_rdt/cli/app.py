@@ -1,0 +1,79 @@
+"""Commands of ``sglang-rdt``. Heavy imports happen inside of them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sglang_rdt import settings as settings_module
+
+app = typer.Typer(
+    help="Weight sync from Megatron-core to SGLang over NIXL and Ray Direct Transport.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="dense, moe or both")] = "both",
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps, each followed by a sync")] = 3,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+) -> None:
+    """Train, serve and sync on this machine, with real parts, and prove every byte."""
+    from rich.console import Console
+
+    from sglang_rdt.demo.run import CASES, run
+
+    if model not in (*CASES, "both"):
+        raise typer.BadParameter(f"expected one of {', '.join(CASES)}, both")
+    if dtype not in ("float32", "bfloat16"):
+        raise typer.BadParameter("expected float32 or bfloat16")
+    kinds = list(CASES) if model == "both" else [model]
+    settings = settings_module.load()
+    if not run(kinds, steps, dtype, settings, Console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed, whether it is supported, and whether every patch fits."""
+    from sglang_rdt.cli.doctor import diagnose
+
+    raise typer.Exit(0 if diagnose() else 1)
+
+
+@app.command()
+def engines(
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster (default: SGLANG_RDT_RAY_ADDRESS)")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Ray namespace (default: SGLANG_RDT_NAMESPACE)")
+    ] = None,
+) -> None:
+    """The engines in a running Ray cluster, with state and weight version of each rank."""
+    from sglang_rdt.cli.engines import show
+
+    show(address, namespace)
+
+
+@app.command()
+def settings(
+    markdown: Annotated[bool, typer.Option(help="as a Markdown table")] = False,
+) -> None:
+    """Every environment variable, its default and meaning."""
+    rows = settings_module.table()
+    if markdown:
+        typer.echo("| variable | default | meaning |\n| --- | --- | --- |")
+        for name, default, meaning in rows:
+            typer.echo(f"| `{name}` | {f'`{default}`' if default else ''} | {meaning} |")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("variable", "default", "meaning")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

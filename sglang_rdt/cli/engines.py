@@ -1,0 +1,44 @@
+"""``sglang-rdt engines``."""
+
+from __future__ import annotations
+
+import logging
+
+from rich.console import Console
+from rich.table import Table
+
+from sglang_rdt import settings as settings_module
+
+
+def show(address: str | None, namespace: str | None) -> None:
+    """Prints one row per engine rank.
+
+    Raises:
+        EngineNotFoundError: there is none; says what there is.
+    """
+    import ray
+
+    from sglang_rdt.coordinator import find_engines
+
+    settings = settings_module.load()
+    space = namespace or settings.namespace
+    ray.init(
+        address=address or settings.ray_address,
+        namespace=space,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+    table = Table("engine", "rank", "state", "weight version", "syncs", "node", "SGLang", "note")
+    for engine in find_engines(namespace=space):
+        for rank, status in zip(engine.ranks, engine.status(), strict=True):
+            table.add_row(
+                engine.name,
+                str(rank.rank),
+                status.state,
+                status.version,
+                str(status.syncs),
+                rank.node_ip,
+                rank.sglang_version,
+                status.detail,
+            )
+    Console().print(table)

@@ -1,0 +1,80 @@
+"""Proving a sync from outside: live engine parameters against a checkpoint that transformers read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_rdt.demo.models import TinyModel
+
+PROMPT = (1, 10, 20, 30, 40)
+NEW_TOKENS = 12
+
+
+def through_transformers(model: TinyModel, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` written as a checkpoint, loaded by transformers, and written out by it again."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_checkpoint(Path(folder, "in"), state)
+        loaded = model.transformers_model(Path(folder, "in"))
+        loaded.save_pretrained(Path(folder, "out"))
+        return load_file(Path(folder, "out", "model.safetensors"))
+
+
+def unequal_parameters(
+    model: TinyModel, state: Mapping[str, Any], live: Sequence[Mapping[str, Any]]
+) -> tuple[int, list[str]]:
+    """Compares every engine parameter bit for bit.
+
+    Args:
+        state: HF tensors that the engine should hold.
+        live: per TP rank, the engine's parameters and buffers.
+
+    Returns:
+        How many parameters were compared, and one line per difference.
+    """
+    import torch
+
+    compared, differences = 0, []
+    for rank, tensors in enumerate(live):
+        expected = model.engine_params(state, len(live), rank)
+        for name, want in expected.items():
+            compared += 1
+            have = tensors.get(name)
+            if have is None:
+                differences.append(f"rank {rank}: {name} is not there")
+            elif have.dtype != want.dtype or have.shape != want.shape:
+                differences.append(
+                    f"rank {rank}: {name} is {have.dtype}{list(have.shape)}, not {want.dtype}{list(want.shape)}"
+                )
+            elif not torch.equal(have.view(torch.uint8), want.contiguous().view(torch.uint8)):
+                differences.append(f"rank {rank}: {name} differs")
+    return compared, differences
+
+
+def same_tokens(
+    model: TinyModel, checkpoint: Path, tokens: Sequence[int], rounding: float = 0.0
+) -> str | None:
+    """Why ``tokens`` are not what transformers generates from ``checkpoint``, or None.
+
+    Args:
+        tokens: the engine's greedy continuation of :data:`PROMPT`.
+        rounding: how far, relative to the largest logit, two logits may lie apart and still count
+            as a tie. 0 asks for equal tokens; engine and transformers add up in different order,
+            so in bf16 ties do occur.
+    """
+    import torch
+
+    reference = model.transformers_model(checkpoint)
+    ids = torch.tensor([[*PROMPT, *tokens]])
+    with torch.no_grad():
+        logits = reference(ids).logits[0].float()
+    for i, token in enumerate(tokens):
+        row = logits[len(PROMPT) - 1 + i]
+        best = int(row.argmax())
+        if token != best and float(row[best] - row[token]) > rounding * float(row.abs().max()):
+            return f"token {i} is {token}, transformers says {best}"
+    return None

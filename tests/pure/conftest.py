@@ -1,0 +1,30 @@
+"""Settings shared by the pure tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from sglang_rdt.engine import loop_inbox
+
+# Tiny tensors: more threads than one only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile(
+    "pure",
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("pure")
+
+
+@pytest.fixture
+def empty_inbox() -> Iterator[None]:
+    """The process-wide inbox, empty before and after."""
+    loop_inbox._waiting.clear()
+    yield
+    loop_inbox._waiting.clear()
