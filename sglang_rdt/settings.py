@@ -163,6 +163,13 @@ class Settings:
         parse_bool,
         "Allow lossy dtype conversions (trainer fp32 to engine bf16); each is named in the log.",
     )
+    allow_padding: bool = _setting(
+        "SGLANG_RDT_ALLOW_PADDING",
+        False,
+        parse_bool,
+        "Allow engine loaders to fill up HF tensors that are smaller than their parameter (SGLang "
+        "does so on a CPU for odd widths); padded vocabularies are always fine.",
+    )
     connect_timeout_s: float = _setting(
         "SGLANG_RDT_CONNECT_TIMEOUT_S",
         120.0,

@@ -95,7 +95,13 @@ class Coordinator:
                 EngineRankLayout(rank, tuple(p), r)
                 for rank, p, r in zip(engine.ranks, params, recordings, strict=True)
             ]
-        plan = make_plan(trainers, layouts, s.bucket_bytes, allow_cast=s.allow_cast)
+        plan = make_plan(
+            trainers,
+            layouts,
+            s.bucket_bytes,
+            allow_cast=s.allow_cast,
+            allow_padding=s.allow_padding,
+        )
         for cast in plan.casts:
             logger.warning("dtype conversion: %s", cast)
         return plan

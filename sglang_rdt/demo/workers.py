@@ -42,10 +42,34 @@ class TrainerRank:
         self.trainer = TinyTrainer(model, layout, **options)
         self.sync: Any = None
 
+    def rebuild(self, model: TinyModel, layout: Layout, options: dict[str, Any]) -> None:
+        """Another trainer in the same process (importing Megatron takes longest)."""
+        from sglang_rdt.demo.trainer import TinyTrainer
+
+        self.detach()
+        self.trainer.close()
+        self.trainer = TinyTrainer(model, layout, **options)
+
+    def detach(self) -> None:
+        """Closes the WeightSync, if there is one."""
+        if self.sync is not None:
+            self.sync.close()
+            self.sync = None
+
     def attach(self, settings: Settings, on_step: bool = True, **options: Any) -> None:
-        """Makes the WeightSync; with ``on_step`` a sync follows every optimizer step."""
+        """Makes the WeightSync; with ``on_step`` a sync follows every optimizer step.
+
+        ``generator``: a function that gets this object and returns an iterable of
+        ``(HF name, tensor)``, to export with instead of mbridge.
+        """
         from megatron_rdt import WeightSync
 
+        self.detach()
+        generator = options.pop("generator", None)
+        if generator is not None:
+            from megatron_rdt.sources import GeneratorSource
+
+            options["source"] = GeneratorSource(lambda: generator(self))
         self.sync = WeightSync(
             self.trainer.model_chunks,
             hf_config=self.trainer.model.hf_config(),
@@ -113,6 +137,7 @@ class ServedEngine:
     Args:
         kwargs: arguments of RayEngine.
         environ: environment variables to set before SGLang is imported there.
+        python_path: PYTHONPATH of the engine's processes.
     """
 
     def __init__(
@@ -120,6 +145,7 @@ class ServedEngine:
         kwargs: dict[str, Any],
         *,
         environ: dict[str, str] | None = None,
+        python_path: str | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         import ray
@@ -133,7 +159,8 @@ class ServedEngine:
         self._group = placement_group([{"CPU": 1, "GPU": 1}] * world, strategy="STRICT_PACK")
         self._get(self._group.ready())
         kwargs = {**kwargs, "placement_group": self._group}
-        self.host = ray.remote(num_cpus=0)(EngineHost).remote(kwargs, environ)
+        host = ray.remote(num_cpus=0, runtime_env=_runtime_env(python_path, environ))(EngineHost)
+        self.host = host.remote(kwargs, environ)
         self.address: str = self._get(self.host.address.remote())
         self.engine = engine_at(self.address)
 
@@ -173,6 +200,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def _runtime_env(python_path: str | None, environ: dict[str, str] | None) -> dict[str, Any]:
+    # Only where asked for: with an environment of its own, an actor starts in a fresh process.
+    if python_path is None:
+        return {}
+    return {"env_vars": {**(environ or {}), "PYTHONPATH": python_path}}
+
+
 class Trainers:
     """All ranks of one trainer; methods run on every rank together.
 
@@ -186,6 +220,7 @@ class Trainers:
         layout: Layout,
         *,
         environ: dict[str, str] | None = None,
+        python_path: str | None = None,
         timeout_s: float = 180.0,
         **options: Any,
     ) -> None:
@@ -193,12 +228,20 @@ class Trainers:
 
         self._timeout_s = timeout_s
         port = free_port()
-        actor = ray.remote(num_cpus=0, enable_tensor_transport=True)(TrainerRank)
+        actor = ray.remote(
+            num_cpus=0,
+            enable_tensor_transport=True,
+            runtime_env=_runtime_env(python_path, environ),
+        )(TrainerRank)
         self.ranks = [
             actor.remote(model, layout, rank, port, options, environ)
             for rank in range(layout.world)
         ]
         self.all("__ray_ready__")
+
+    def rebuild(self, model: TinyModel, layout: Layout, **options: Any) -> None:
+        """Another model or layout on the same ranks; ``layout.world`` must not change."""
+        self.all("rebuild", model, layout, options)
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """``method`` on every rank; results in rank order."""

@@ -233,4 +233,22 @@ def record_load(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Recordin
             f"{type(model).__name__}.load_weights does more than copy slices:\n"
             f"{listed(recorder.problems)}"
         )
-    return Recording(tuple(recorder.wants), tuple(recorder.constants))
+    return Recording(
+        tuple(recorder.wants), tuple(recorder.constants), vocabulary_padding(model, tensors)
+    )
+
+
+def vocabulary_padding(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Parameter -> elements in rows that pad a vocabulary.
+
+    Source: sglang/srt/layers/vocab_parallel_embedding.py, VocabParallelEmbeddingShardIndices.
+    """
+    padding = {}
+    for name, module in model.named_modules():
+        indices = getattr(module, "shard_indices", None)
+        weight = tensors.get(f"{name}.weight")
+        if indices is None or weight is None:
+            continue
+        rows = weight.shape[0] - indices.num_org_elements - indices.num_added_elements
+        padding[f"{name}.weight"] = rows * (weight.numel() // max(weight.shape[0], 1))
+    return padding

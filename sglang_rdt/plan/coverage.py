@@ -102,11 +102,14 @@ def _exactly_once_brute(
     return problems
 
 
-def check_rank(layout: EngineRankLayout, specs: Mapping[str, TensorSpec]) -> list[str]:
+def check_rank(
+    layout: EngineRankLayout, specs: Mapping[str, TensorSpec], allow_padding: bool = False
+) -> list[str]:
     """Every element of every parameter of this rank comes from exactly one place.
 
     Parameters that share memory (tied weights) count as one. Buffers count only where the loader
-    writes them.
+    writes them. Constants are no more than the padding that the model's layout asks for, unless
+    ``allow_padding``: a loader that fills up a tensor that is too small would hide a mistake.
     """
     who = str(layout.rank)
     params = {p.name: p for p in layout.params}
@@ -123,6 +126,8 @@ def check_rank(layout: EngineRankLayout, specs: Mapping[str, TensorSpec]) -> lis
             problems.append(f"{who}: the loader fills {constant.param}, which is no parameter")
             continue
         parts[region[constant.param]].append((constant.dst, f"the constant {constant.value:g}"))
+    if not allow_padding:
+        problems += _check_padding(layout, who)
     seen = set()
     for param in layout.params:
         key = region[param.name]
@@ -132,6 +137,23 @@ def check_rank(layout: EngineRankLayout, specs: Mapping[str, TensorSpec]) -> lis
         if param.numel:
             problems += _exactly_once(param, parts.get(key, []), who)
     return problems
+
+
+def _check_padding(layout: EngineRankLayout, who: str) -> list[str]:
+    filled: dict[str, int] = defaultdict(int)
+    for constant in layout.recording.constants:
+        filled[constant.param] += constant.dst.numel
+    sources: dict[str, set[str]] = defaultdict(set)
+    for want in layout.recording.wants:
+        sources[want.param].add(want.source)
+    return [
+        f"{who}: {name}: the loader fills {count} elements with a constant where the model has "
+        f"{layout.recording.padding.get(name, 0)} to pad: "
+        f"{', '.join(sorted(sources[name])) or 'nothing'} is too small for it "
+        "(SGLANG_RDT_ALLOW_PADDING=1 if it is meant to be)"
+        for name, count in sorted(filled.items())
+        if count > layout.recording.padding.get(name, 0)
+    ]
 
 
 def _check_want(

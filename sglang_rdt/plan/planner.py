@@ -54,6 +54,7 @@ def check(
     layouts: Sequence[EngineRankLayout],
     *,
     allow_cast: bool = False,
+    allow_padding: bool = False,
 ) -> tuple[dict[str, TensorSpec], tuple[str, ...]]:
     """All proofs of :mod:`sglang_rdt.plan.coverage` over all engines.
 
@@ -68,7 +69,7 @@ def check(
     engines: dict[str, list[EngineRankLayout]] = {}
     for layout in layouts:
         engines.setdefault(layout.rank.engine, []).append(layout)
-        problems += coverage.check_rank(layout, specs)
+        problems += coverage.check_rank(layout, specs, allow_padding)
         lossy, happening = coverage.check_dtypes(layout, specs, allow_cast)
         problems += lossy
         casts += happening
@@ -85,17 +86,19 @@ def make_plan(
     bucket_bytes: int,
     *,
     allow_cast: bool = False,
+    allow_padding: bool = False,
 ) -> Plan:
     """Plans a bucketed sync of all engine ranks in ``layouts``.
 
     Args:
         bucket_bytes: the most that a source stages at a time for one engine rank.
         allow_cast: whether dtype conversions may lose bits.
+        allow_padding: whether loaders may fill up tensors that are smaller than their parameter.
 
     Raises:
         PlanError: naming every culprit; nothing is planned then.
     """
-    specs, casts = check(trainers, layouts, allow_cast=allow_cast)
+    specs, casts = check(trainers, layouts, allow_cast=allow_cast, allow_padding=allow_padding)
     wanted = [{w.source for w in layout.recording.wants} for layout in layouts]
     ranks = [layout.rank for layout in layouts]
     routes = []

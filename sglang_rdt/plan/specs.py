@@ -114,10 +114,15 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Everything that one engine rank's ``load_weights`` does with a set of HF tensors."""
+    """Everything that one engine rank's ``load_weights`` does with a set of HF tensors.
+
+    ``padding``: parameter -> how many of its elements the model's layout leaves to constants
+    (rows that pad a vocabulary). A loader that fills more got a tensor that is too small.
+    """
 
     wants: tuple[Want, ...]
     constants: tuple[Constant, ...] = ()
+    padding: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

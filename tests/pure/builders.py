@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -123,11 +124,16 @@ def layout(
     constants: Iterable[Constant] = (),
     *,
     rank: EngineRank | None = None,
+    padding: dict[str, int] | None = None,
 ) -> EngineRankLayout:
-    """One engine rank's layout."""
-    return EngineRankLayout(
-        rank or engine_rank(), tuple(params), Recording(tuple(wants), tuple(constants))
-    )
+    """One engine rank's layout; by default all ``constants`` are padding that the model asks for."""
+    constants = tuple(constants)
+    if padding is None:
+        padding = Counter()
+        for constant in constants:
+            padding[constant.param] += constant.dst.numel
+    recording = Recording(tuple(wants), constants, dict(padding))
+    return EngineRankLayout(rank or engine_rank(), tuple(params), recording)
 
 
 def trainer(rank: int, exports: Iterable[TensorSpec], node: str = "10.0.0.9") -> TrainerRank:

@@ -13,11 +13,11 @@ from sglang_rdt.engine import loop_inbox
 # Tiny tensors: more threads than one only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("pure", deadline=None, max_examples=60, suppress_health_check=_checks)
+# For a longer search: pytest tests/pure --hypothesis-profile=thorough
 settings.register_profile(
-    "pure",
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    "thorough", deadline=None, max_examples=3000, suppress_health_check=_checks
 )
 settings.load_profile("pure")
 

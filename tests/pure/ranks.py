@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -225,6 +226,7 @@ class Engine:
     has_session: bool = True
     hang_s: float = 5.0
     phase_timeout_s: float = 10.0
+    settle_s: float = 2.0
     ranks: list[Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -269,11 +271,9 @@ class Engine:
 
     def settle(self) -> None:
         """Waits until no loop is parked (calls are answered from inside of the park)."""
-        waited = threading.Event()
-        for _ in range(400):
-            if not any(r.gate.parked for r in self.ranks):
-                return
-            waited.wait(0.005)
+        deadline = time.monotonic() + self.settle_s
+        while any(r.gate.parked for r in self.ranks) and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def stop(self) -> None:
         """Ends the loops, parked ones too."""

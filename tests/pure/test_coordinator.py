@@ -27,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("empty_inbox")
 
 W, E = spec("w", (4, 3)), spec("e", (2, 2))
 TRAINERS = [trainer(0, [W, E]), trainer(1, [W, E])]
-SETTINGS = Settings(bucket_bytes=24, connect_timeout_s=10.0, phase_timeout_s=10.0)
+SETTINGS = Settings(
+    bucket_bytes=24, connect_timeout_s=10.0, phase_timeout_s=10.0, allow_padding=True
+)
 
 
 @dataclass
@@ -144,8 +146,17 @@ def test_a_plan_that_does_not_fit_leaves_the_engine_running(world: World) -> Non
     assert world.state() == (["current"] * 2, [False] * 2)
 
 
+def test_padding_that_the_model_does_not_ask_for_is_refused(world: World) -> None:
+    coordinator = Coordinator(
+        list(world.coordinator.engines.values()), SETTINGS.replace(allow_padding=False)
+    )
+    with pytest.raises(PlanError, match="SGLANG_RDT_ALLOW_PADDING=1"):
+        coordinator.connect(TRAINERS)
+    assert world.state() == (["current"] * 2, [False] * 2)
+
+
 def test_a_loader_that_refuses_leaves_the_engine_running(world: World) -> None:
-    with pytest.raises(CallFailures, match="record_load failed.*KeyError: 'e'"):
+    with pytest.raises(CallFailures, match=r"record_load failed.*KeyError: 'e'"):
         world.coordinator.connect([trainer(0, [W])])
     assert world.state() == (["current"] * 2, [False] * 2)
 
@@ -212,6 +223,7 @@ def test_ranks_that_failed_before_are_not_compared() -> None:
     "stay parked until the stall timeout (300 s)",
 )
 def test_a_connect_whose_begin_fails_leaves_nobody_parked(world: World) -> None:
+    world.engine.settle_s = 0.3
     world.coordinator.engines[world.name].actors[1].lost.add("begin_sync")
     with pytest.raises(CallFailures):
         world.coordinator.connect(TRAINERS)

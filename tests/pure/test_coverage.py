@@ -205,6 +205,29 @@ def test_constants_count_as_coverage_and_collide_by_value() -> None:
     assert "the constant 0.5" in line
 
 
+def test_a_tensor_that_is_too_small_is_not_hidden_by_padding() -> None:
+    p, s = param("embed", (8, 2)), spec("hf", (5, 2))
+    wants = [Want("embed", rect((8, 2), (0, 5)), "hf", rect((5, 2)))]
+    fill = [Constant("embed", rect((8, 2), (5, 8)), 0.0)]
+    for asked in (6, 7):
+        one = layout([p], wants, fill, padding={"embed": asked})
+        assert coverage.check_rank(one, {"hf": s}) == []
+    for padding in ({"embed": 4}, {}, {"other": 6}):
+        one = layout([p], wants, fill, padding=padding)
+        (line,) = coverage.check_rank(one, {"hf": s})
+        assert "embed: the loader fills 6 elements with a constant" in line
+        assert f"the model has {padding.get('embed', 0)} to pad: hf is too small for it" in line
+        assert "SGLANG_RDT_ALLOW_PADDING=1" in line
+        assert coverage.check_rank(one, {"hf": s}, allow_padding=True) == []
+        with pytest.raises(PlanError, match="fills 6 elements"):
+            planner.make_plan([trainer(0, [s])], [one], 1 << 10)
+        assert planner.make_plan([trainer(0, [s])], [one], 1 << 10, allow_padding=True).nbytes == 40
+    # Several fills of one parameter count together.
+    rows = [Constant("embed", rect((8, 2), (row, row + 1)), 0.0) for row in (5, 6, 7)]
+    one = layout([p], wants, rows, padding={"embed": 5})
+    assert "fills 6 elements" in coverage.check_rank(one, {"hf": s})[0]
+
+
 def test_tied_parameters_are_one_target() -> None:
     s = spec("embed", (4, 2))
     embed = param("embed_tokens.weight", (4, 2), storage=7)

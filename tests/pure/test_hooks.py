@@ -213,7 +213,7 @@ def test_optimizers_are_not_kept_alive(module: SimpleNamespace) -> None:
     remove = hooks.add_listener(lambda o: heard.append("step"), optimizer)
     gone = weakref.ref(optimizer)
     del optimizer
-    gc.collect()
+    gc.collect(1)
     assert gone() is None
     assert len(hooks._listeners) == 0
     remove()
@@ -266,5 +266,5 @@ def test_a_listener_that_knows_its_optimizer_does_not_keep_it_alive(
     gone = weakref.ref(optimizer)
     Sync(optimizer)
     del optimizer
-    gc.collect()
+    gc.collect(1)
     assert gone() is None

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
@@ -311,7 +311,6 @@ def simulate(model: Model, plan: Plan, bucket_bytes: int) -> None:
             assert got.tobytes() == expected.tobytes(), live.name
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_a_simulated_sync_fills_every_parameter(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -459,7 +458,7 @@ def test_deal_without_targets() -> None:
 
 
 def test_a_plan_for_512_trainer_ranks_and_256_engine_ranks_takes_seconds() -> None:
-    stages, layers, tp = 8, 16, 8
+    stages, layers, tp = 8, 6, 8
     names = [[f"l{s}.{i}" for i in range(layers)] for s in range(stages)]
     exports = [[spec(n, (64, 64), "float16") for n in stage_names] for stage_names in names]
     trainers = [trainer(r, exports[r // 64], f"node{r // 8}") for r in range(512)]

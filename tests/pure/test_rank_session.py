@@ -63,7 +63,7 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture
 def fragile() -> Iterator[Engine]:
     """For tests of bugs that hang: gives up soon, and does not mind."""
-    made = Engine(2, hang_s=0.5, phase_timeout_s=2.0)
+    made = Engine(2, hang_s=0.4, phase_timeout_s=2.0, settle_s=0.3)
     yield made
     made.stop()
 
@@ -691,7 +691,7 @@ def test_the_status_is_a_copy(engine: Engine) -> None:
 EVENTS = ("begin", "busy", "connect", "send", "torn", "finalise", "commit", "leave", "abort")
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     st.lists(st.sampled_from(EVENTS), max_size=12),
     st.integers(0, 1),

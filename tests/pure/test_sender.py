@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -220,7 +221,7 @@ def test_the_bucket_is_not_refilled_before_its_pull_is_done(wire: Wire) -> None:
 def test_missing_tensors_are_named_at_the_end(
     wire: Wire, offered: str, missing: str, bucket_bytes: int
 ) -> None:
-    sender, engine = make(bucket_bytes)
+    sender, _ = make(bucket_bytes)
     begin(sender)
     with pytest.raises(ExportError) as caught:
         send(sender, weights(), offered)
@@ -343,7 +344,7 @@ def test_any_tiling_and_bucket(data: st.DataObject) -> None:
         cuts = sorted(data.draw(st.sets(st.integers(0, rows))) | {0, rows})
         p = param("p", (rows, columns), "float16")
         wants, hf = [], {}
-        for i, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for i, (low, high) in enumerate(itertools.pairwise(cuts)):
             name = f"t{i}"
             hf[name] = torch.randn(high - low, columns).half()
             wants.append(

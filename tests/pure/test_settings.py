@@ -161,7 +161,8 @@ def test_the_table_shows_every_variable_once_with_a_default_that_parses() -> Non
     assert all(doc.strip().endswith(".") for _, _, doc in rows)
     shown = {env: default for env, default, _ in rows if default and env in ENV.values()}
     assert load(shown) == Settings()
-    by_field = {name: dict((e, d) for e, d, _ in rows)[env] for name, env in ENV.items()}
+    defaults = {env: default for env, default, _ in rows}
+    by_field = {name: defaults[env] for name, env in ENV.items()}
     assert by_field["enabled"] == "1"
     assert by_field["allow_cast"] == "0"
     assert by_field["namespace"] == ""
