@@ -40,7 +40,7 @@ from sglang_rdt.demo.trainer import Layout, TinyTrainer, init_distributed
 
 torch.set_num_threads(1)
 init_distributed()
-trainer = TinyTrainer(TinyModel("dense"), Layout(tp=2), seed=77)
+trainer = TinyTrainer(TinyModel("dense"), Layout(tp=2), seed=77, distributed_optimizer=True)
 for _ in range(4):
     trainer.step()
 state = trainer.reference_hf_state()

@@ -14,7 +14,7 @@ from sglang_rdt.engine import loop_inbox
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("pure", deadline=None, max_examples=60, suppress_health_check=_checks)
+settings.register_profile("pure", deadline=None, max_examples=40, suppress_health_check=_checks)
 # For a longer search: pytest tests/pure --hypothesis-profile=thorough
 settings.register_profile(
     "thorough", deadline=None, max_examples=3000, suppress_health_check=_checks
