@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -25,8 +24,10 @@ STEP_CLASSES = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 Listener = Callable[[Any], None]
 
 _depth = threading.local()
-_listeners: weakref.WeakKeyDictionary[Any, list[Listener]] = weakref.WeakKeyDictionary()
 _any_optimizer: list[Listener] = []
+# Listeners of one optimizer live on it: a table of ours would keep both alive for ever, since a
+# listener usually knows its optimizer.
+_ATTRIBUTE = "_megatron_rdt_listeners"
 
 
 def add_listener(listener: Listener, optimizer: Any | None = None) -> Callable[[], None]:
@@ -35,7 +36,9 @@ def add_listener(listener: Listener, optimizer: Any | None = None) -> Callable[[
     Returns:
         A function that takes the listener off again.
     """
-    bucket = _any_optimizer if optimizer is None else _listeners.setdefault(optimizer, [])
+    bucket: list[Listener] = _any_optimizer
+    if optimizer is not None:
+        bucket = optimizer.__dict__.setdefault(_ATTRIBUTE, [])
     bucket.append(listener)
 
     def remove() -> None:
@@ -77,7 +80,7 @@ def _step(wrapped: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -
     finally:
         _depth.value = depth
     if depth == 0 and step_succeeded(result):
-        for listener in [*_listeners.get(optimizer, ()), *_any_optimizer]:
+        for listener in [*optimizer.__dict__.get(_ATTRIBUTE, ()), *_any_optimizer]:
             listener(optimizer)
     return result
 

@@ -403,4 +403,3 @@ def load_hf_config(path: str | Path) -> Any:
     if not (folder / "config.json").is_file():
         raise ExportError(f"no config.json in {folder}")
     return AutoConfig.from_pretrained(folder)
-

@@ -7,7 +7,9 @@ later when it comes. Nothing heavy is imported here.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 
 import wrapt
@@ -21,6 +23,7 @@ logger = logging.getLogger("sglang_rdt")
 
 _RANGES = {"sglang": SGLANG_VERSIONS, "megatron-core": MEGATRON_VERSIONS}
 _lock = threading.Lock()
+_inside = threading.local()
 _activated = False
 # Patch name -> "applied" | "source" | "off" | "waiting" | "refused: ...".
 _state: dict[str, str] = {p.name: "waiting" for p in PATCHES}
@@ -59,29 +62,47 @@ def activate() -> None:
             patched; where it is imported later, its import raises instead.
     """
     global _activated
+    if getattr(_inside, "hook", False):
+        return  # a patch being applied imports this package; whoever applies it reports errors
     with _lock:
         if _activated:
             return
+        settings = settings_module.load()
         _activated = True
-    settings = settings_module.load()
     for name in ("sglang_rdt", "megatron_rdt"):
         logging.getLogger(name).setLevel(settings.log_level.upper())
+    errors: list[RdtError] = []
     for patch in PATCHES:
         if not settings.enabled or not settings.monkeypatch or not getattr(settings, patch.toggle):
             _state[patch.name] = "off"
             continue
-        wrapt.register_post_import_hook(_hook(patch), patch.module)
+        try:
+            wrapt.register_post_import_hook(_hook(patch), patch.module)
+        except RdtError as error:
+            errors.append(error)
+    if errors:
+        _activated = False  # so that importing this package again says it again
+        raise errors[0]
 
 
-def _hook(patch: Patch):  # type: ignore[no-untyped-def]
+def _hook(patch: Patch) -> Callable[[ModuleType], None]:
     def hook(module: ModuleType) -> None:
+        _inside.hook = True
         try:
             _apply(patch, module)
         except RdtError as error:
             _state[patch.name] = f"refused: {error}"
-            if patch.on_refusal == "raise":
-                raise
-            logger.error("%s", error)
+            if patch.on_refusal == "log":
+                logger.error("%s", error)
+                return
+            if getattr(module.__spec__, "_initializing", False):
+                # wrapt forgets a hook once it has called it: the next attempt to import the
+                # module must be refused again, not succeed unpatched.
+                sys.modules.pop(patch.module, None)
+                wrapt.register_post_import_hook(hook, patch.module)
+            raise
+        finally:
+            _inside.hook = False
 
     return hook
 

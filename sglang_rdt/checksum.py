@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 MASK = (1 << 64) - 1
 # 2**64 / golden ratio, odd: spreads neighbouring indices over all 64 bits. As a signed number.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIER_HIGH = 0xC2B2AE3D27D4EB4F - (1 << 64)  # of the upper half of 8-byte elements
+_LOW = (1 << 32) - 1
 # Elements handled at a time: bounds the int64 scratch memory to a few tens of MB.
 _CHUNK = 1 << 22
 
@@ -57,13 +59,17 @@ def _sum(view: torch.Tensor, offset: int, stride: tuple[int, ...]) -> int:
     for first in range(0, view.shape[0], rows):
         part = view[first : first + rows]
         at = index[: part.shape[0]] + (offset + first * stride[0])
-        weight = (at * _MULTIPLIER) | 1
-        total = total + (_bits(part) * weight).sum()
+        bits = _bits(part)
+        if part.element_size() == 8:
+            # Weights differ by even numbers: a difference in bit 63 alone would be lost.
+            high, bits = (bits >> 32) & _LOW, bits & _LOW
+            total = total + (high * ((at * _MULTIPLIER_HIGH) | 1)).sum()
+        total = total + (bits * ((at * _MULTIPLIER) | 1)).sum()
     return int(total)
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    """Element bits as int64."""
+    """Element bits as int64 (sign-extended)."""
     import torch
 
     ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

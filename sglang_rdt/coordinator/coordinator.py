@@ -17,9 +17,9 @@ from typing import Any
 from sglang_rdt.coordinator import calls
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.engine.sync_request import SyncRequest
-from sglang_rdt.errors import PlanError, RdtError, VerifyError
+from sglang_rdt.errors import PlanError, VerifyError
 from sglang_rdt.plan.planner import Plan, make_plan
-from sglang_rdt.plan.specs import EngineRankLayout, TrainerRank
+from sglang_rdt.plan.specs import EngineRankLayout, TensorSpec, TrainerRank
 from sglang_rdt.settings import Settings
 
 logger = logging.getLogger("sglang_rdt")
@@ -68,29 +68,12 @@ class Coordinator:
         layouts: list[EngineRankLayout] = []
         for engine in self.engines.values():
             sync_id = self.new_sync_id("connect")
-            engine.call(
-                "begin_sync",
-                self._request(sync_id, "connect"),
-                timeout_s=s.connect_timeout_s,
-                phase="begin",
-            )
             try:
-                params = engine.call("describe", timeout_s=s.connect_timeout_s, phase="describe")
-                recordings = engine.call(
-                    "record_load",
-                    sync_id,
-                    list(specs.values()),
-                    timeout_s=s.connect_timeout_s,
-                    phase="record_load",
-                )
-                engine.call(
-                    "register_weights",
-                    sync_id,
-                    timeout_s=s.connect_timeout_s,
-                    phase="register_weights",
-                )
-            finally:
-                self._leave(engine, sync_id)
+                params, recordings = self._describe(engine, sync_id, list(specs.values()))
+            except BaseException:
+                self._give_up_connect(engine, sync_id)
+                raise
+            engine.call("end_sync", sync_id, None, timeout_s=s.phase_timeout_s, phase="end_sync")
             layouts += [
                 EngineRankLayout(rank, tuple(p), r)
                 for rank, p, r in zip(engine.ranks, params, recordings, strict=True)
@@ -106,17 +89,24 @@ class Coordinator:
             logger.warning("dtype conversion: %s", cast)
         return plan
 
-    def _leave(self, engine: Engine, sync_id: str) -> None:
-        try:
-            engine.call(
-                "end_sync",
-                sync_id,
-                None,
-                timeout_s=self._settings.phase_timeout_s,
-                phase="end_sync",
-            )
-        except RdtError as error:
-            logger.error("%s: could not leave the connect session: %s", engine, error)
+    def _describe(
+        self, engine: Engine, sync_id: str, specs: list[TensorSpec]
+    ) -> tuple[list[Any], list[Any]]:
+        timeout = self._settings.connect_timeout_s
+
+        def call(method: str, *args: Any) -> list[Any]:
+            return engine.call(method, *args, timeout_s=timeout, phase=method)
+
+        call("begin_sync", self._request(sync_id, "connect"))
+        params = call("describe")
+        recordings = call("record_load", sync_id, specs)
+        call("register_weights", sync_id)
+        return params, recordings
+
+    def _give_up_connect(self, engine: Engine, sync_id: str) -> None:
+        # Ranks that did begin must not stay parked; those that did not will say so.
+        refs = engine.start("abort_sync", sync_id, "connecting failed")
+        calls.settle(refs, self._settings.phase_timeout_s, "abort")
 
     def begin(self, sync_id: str) -> dict[str, str]:
         """Pauses, flushes and opens a session on every engine at once; failures per engine."""
@@ -148,19 +138,23 @@ class Coordinator:
         )
 
     def abort(self, sync_id: str, failures: Mapping[str, str]) -> dict[str, str]:
-        """Gives the sync up on the engines in ``failures``; what state each is left in."""
+        """Gives the sync up on the engines in ``failures``; what state each is left in.
+
+        Ranks that gave it up by themselves (they vote) refuse the call; their state says so.
+        """
+        timeout = self._settings.phase_timeout_s
         states: dict[str, str] = {}
         for name, why in failures.items():
-            results, errors = calls.settle(
-                self.engines[name].start("abort_sync", sync_id, why),
-                self._settings.phase_timeout_s,
-                "abort",
-            )
-            answers = set(results.values())
-            if errors and not answers:
+            engine = self.engines[name]
+            calls.settle(engine.start("abort_sync", sync_id, why), timeout, "abort")
+            status, errors = calls.settle(engine.start("rdt_status"), timeout, "status")
+            found = {s.state for s in status.values()}
+            if "dirty" in found:
+                states[name] = "dirty: it stays paused until a full sync succeeds"
+            elif errors:
                 states[name] = "unknown: " + "; ".join(calls.short(e) for e in errors.values())
             else:
-                states[name] = "dirty" if "dirty" in answers else "current"
+                states[name] = " and ".join(sorted(found))
         return states
 
     def _each(
@@ -171,7 +165,8 @@ class Coordinator:
         on_result: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, str]:
         # Start everywhere before waiting anywhere: engines work at the same time.
-        started = {name: start(self.engines[name]) for name in (engines or self.engines)}
+        chosen = self.engines if engines is None else engines
+        started = {name: start(self.engines[name]) for name in chosen}
         failures: dict[str, str] = {}
         for name, refs in started.items():
             results, errors = calls.settle(refs, self._settings.phase_timeout_s, phase)

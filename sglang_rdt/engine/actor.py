@@ -9,6 +9,7 @@ sgl-project/sglang#27723.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +29,8 @@ from sglang_rdt.errors import EngineStateError
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.specs import EngineRank, ParamSpec, RankId, Recording, TensorSpec
 from sglang_rdt.transport import nixl
+
+logger = logging.getLogger("sglang_rdt")
 
 T = TypeVar("T")
 
@@ -87,7 +90,12 @@ class RdtSchedulerActor:
     def _on_loop_call(self, call: LoopCall) -> None:
         self._gate.handle(call)
         if self._gate.parked and not self._gate.park(self._stall_timeout_s):
-            self._session.abort(f"nothing was heard of its driver for {self._stall_timeout_s:g} s")
+            try:
+                self._session.abort(
+                    f"nothing was heard of its driver for {self._stall_timeout_s:g} s"
+                )
+            except Exception:  # the event loop must not die of it
+                logger.exception("%s: giving a stalled sync up failed", self._identity)
 
     # Ray's threads.
 

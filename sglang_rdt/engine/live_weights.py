@@ -28,26 +28,43 @@ class LiveWeights:
     def __init__(self, model: torch.nn.Module, who: str) -> None:
         self._model = model
         self._who = who
-        specs, self._tensors = describe_tensors(model)
-        self.specs: dict[str, ParamSpec] = {s.name: s for s in specs}
+        self.specs: dict[str, ParamSpec] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
         self.recording: Recording | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Describes the parameters anew; registrations of memory that they left are given up."""
+        old = self._tensors
+        specs, self._tensors = describe_tensors(self._model)
+        self.specs = {s.name: s for s in specs}
+        here = {t.untyped_storage().data_ptr() for t in self._tensors.values()}
+        nixl.deregister(t for t in old.values() if t.untyped_storage().data_ptr() not in here)
 
     def check_addresses(self) -> None:
-        """Raises EngineStateError if a parameter moved since it was described.
+        """Raises EngineStateError if a tensor that the loader fills moved since it was described.
 
         Memory that was released and resumed, offloaded, or replaced would otherwise take bytes
         that nobody serves.
         """
         specs, _ = describe_tensors(self._model)
-        moved = [s.name for s in specs if not s.buffer and self.specs.get(s.name) != s]
-        if moved or len(specs) != len(self.specs):
+        filled = {w.param for w in self.recording.wants} if self.recording else set()
+        now = {s.name: s for s in specs}
+        moved = [
+            name
+            for name, spec in self.specs.items()
+            if (not spec.buffer or name in filled) and now.get(name) != spec
+        ]
+        moved += [s.name for s in specs if not s.buffer and s.name not in self.specs]
+        if moved:
             raise EngineStateError(
                 f"{self._who}: {len(moved)} parameters moved since the trainer connected "
-                f"({', '.join(moved[:5])} ...); connect again"
+                f"({', '.join(moved[:5])}); connect again"
             )
 
     def record(self, specs: Sequence[TensorSpec]) -> Recording:
         """See :func:`sglang_rdt.engine.recorder.record_load`; remembered for checksums."""
+        self.refresh()
         self.recording = record_load(self._model, specs)
         return self.recording
 
@@ -110,11 +127,11 @@ class LiveWeights:
         # Never equal by accident: scratch that the pull did not reach must not match.
         scratch = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in views]
         for s in scratch:
-            s.view(torch.uint8).fill_(0xA5)
+            _bytes(s).fill_(0xA5)
         nixl.pull(ref, scratch, timeout_s)
         differences = []
         for item, view, expected in zip(names_or_slices, views, scratch, strict=True):
-            wrong = (view.contiguous().view(torch.uint8) != expected.view(torch.uint8)).sum().item()
+            wrong = int((_bytes(view.contiguous()) != _bytes(expected)).sum())
             if wrong:
                 name = (
                     item if isinstance(item, str) else f"{item.param} at element {item.dst.offset}"
@@ -139,3 +156,8 @@ class LiveWeights:
             part = checksum.slice_sum(self.view(want.param, want.dst), want.dst.offset)
             sums[want.param] = (sums.get(want.param, 0) + part) & checksum.MASK
         return sums
+
+
+def _bytes(contiguous: torch.Tensor) -> torch.Tensor:
+    # reshape: a tensor without dimensions cannot be viewed as another dtype
+    return contiguous.reshape(-1).view(torch.uint8)

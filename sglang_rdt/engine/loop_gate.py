@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ ARRIVAL_TIMEOUT_S = 10.0
 class _Call:
     run: Callable[[], Any]
     cancelled: bool = False
+    claimed: bool = False  # by the event loop: too late to cancel
     future: Future = field(default_factory=Future)
 
     def execute(self) -> None:
@@ -88,7 +89,7 @@ class LoopGate:
             self._lock.notify_all()
         if self._entry:
             loop_inbox.post(loop_inbox.LoopCall(call_id))
-        return self._wait(call, "reach the event loop", timeout_s)
+        return self._wait(call, "reach the event loop", timeout_s, settle=True)
 
     def command(self, run: Callable[[], T], timeout_s: float) -> T:
         """Runs ``run`` on the parked event loop.
@@ -104,15 +105,18 @@ class LoopGate:
             self._commands.put(call)
         return self._wait(call, "command", timeout_s)
 
-    def _wait(self, call: _Call, phase: str, timeout_s: float) -> Any:
+    def _wait(self, call: _Call, phase: str, timeout_s: float, settle: bool = False) -> Any:
         try:
             return call.future.result(timeout_s)
         except FutureTimeout:
-            if call.future.done():  # run() itself raised a TimeoutError
-                raise
             with self._lock:
-                call.cancelled = True
-            raise DeadlineError(self._who, phase, timeout_s) from None
+                call.cancelled = not call.claimed
+        if settle and not call.cancelled:
+            # The ranks are voting on it: whether it runs must be known, and is known soon.
+            wait([call.future], timeout=timeout_s + ARRIVAL_TIMEOUT_S)
+        if call.future.done():
+            return call.future.result()
+        raise DeadlineError(self._who, phase, timeout_s)
 
     # On the event-loop thread.
 
@@ -126,6 +130,8 @@ class LoopGate:
                     break
             call = self._calls.pop(loop_call.call_id, None)
             ready = call is not None and not call.cancelled
+            if call is not None:
+                call.claimed = ready
         if not self._vote(ready):
             if call is not None:
                 call.future.set_exception(
@@ -151,7 +157,9 @@ class LoopGate:
             except queue.Empty:
                 released = False
                 break
-            if not call.cancelled:
+            with self._lock:
+                call.claimed = not call.cancelled
+            if call.claimed:
                 call.execute()
         with self._lock:
             self._parked = self._release = False

@@ -12,7 +12,7 @@ on by all ranks of the TP group, so that no rank serves what another does not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_rdt.engine.live_weights import LiveWeights
@@ -35,6 +35,7 @@ class RankSession:
         self._status = RankStatus(version=control.version)
         self._request: SyncRequest | None = None
         self._was_paused = False
+        self._finalised = False
         self.weights = LiveWeights(control.model, who)
 
     @property
@@ -52,39 +53,49 @@ class RankSession:
         Raises:
             EngineStateError, EngineBusyError: nothing changed, the engine runs on.
         """
-        problem: RdtError | None = None
-        if self._status.state != "dirty":  # a dirty rank is paused by us, not by the user
-            self._was_paused = self._control.paused
-        paused_here = False
-        try:
+        was_paused, had_session = self._control.paused, self._control.session_open
+
+        def prepare() -> None:
             self.refuse(request)
-            if not self._control.paused:
+            if not was_paused:
                 self._control.pause(request.pause_mode)
-                paused_here = True
             if request.flush:
                 self._control.flush()
             self._control.synchronize()
             if request.purpose == "sync" and self.weights.recording is not None:
                 self.weights.check_addresses()
-        except RdtError as error:
-            problem = error
-        except Exception as error:
-            problem = EngineStateError(
-                f"{self._who}: begin failed: {type(error).__name__}: {error}"
-            )
+            self._control.begin_session()
+
+        problem = self._attempt("begin", prepare)
         if not self._control.vote(problem is None):
-            if paused_here:
-                self._control.resume()
+            self._undo_begin(was_paused, had_session)
             raise problem or EngineStateError(
                 f"{self._who}: another rank of the engine refused the sync"
             )
-        self._control.begin_session()
-        self._gate.will_park()
-        self._request = request
-        self._status.sync_id, self._status.owner = request.sync_id, request.owner
-        if self._status.state != "dirty":
+        if self._status.state != "dirty":  # a dirty rank is paused by us, not by the user
+            self._was_paused = was_paused
             self._status.state = "syncing"
+        self._gate.will_park()
+        self._request, self._finalised = request, False
+        self._status.sync_id, self._status.owner = request.sync_id, request.owner
         self._status.bytes_landed = 0
+
+    def _attempt(self, what: str, run: Callable[[], None]) -> RdtError | None:
+        """Runs ``run``; its error, for the ranks to vote on."""
+        try:
+            run()
+        except RdtError as error:
+            return error
+        except Exception as error:
+            logger.exception("%s: %s failed", self._who, what)
+            return EngineStateError(f"{self._who}: {what} failed: {type(error).__name__}: {error}")
+        return None
+
+    def _undo_begin(self, was_paused: bool, had_session: bool) -> None:
+        if self._control.session_open and not had_session:
+            self._attempt("undoing begin", self._control.end_session)
+        if self._control.paused and not was_paused:
+            self._control.resume()
 
     def refuse(self, request: SyncRequest) -> None:
         """Raises EngineStateError if ``request`` cannot begin now."""
@@ -126,23 +137,36 @@ class RankSession:
         return moved
 
     def finalise(self, sync_id: str) -> None:
-        """Constants, then SGLang's post-load processing, once; all ranks together."""
+        """Constants, then SGLang's post-load processing, once; all ranks or none."""
         self.require(sync_id, writing=True)
-        if not self._control.vote(True):
-            self._left_in_the_lurch()
-            raise EngineStateError(f"{self._who}: another rank of the engine gave the sync up")
-        self.weights.apply_constants()
-        self._control.synchronize()
-        self._control.end_session()
-        self._control.synchronize()
+
+        def run() -> None:
+            self.weights.apply_constants()
+            self._control.synchronize()
+            self._control.end_session()
+            self._control.synchronize()
+
+        problem = self._attempt("finalise", run)
+        self._agree(problem)
+        self._finalised = True
 
     def commit(self, sync_id: str, version: str) -> None:
         """The new version is complete and checked: label it and go on generating."""
         self.require(sync_id, writing=True)
-        if not self._control.vote(True):
-            self._left_in_the_lurch()
-            raise EngineStateError(f"{self._who}: another rank of the engine gave the sync up")
-        self._control.set_version(version)
+        old = self._control.version
+        problem: RdtError | None = None
+        if self._finalised:
+            problem = self._attempt(
+                "setting the version", lambda: self._control.set_version(version)
+            )
+        else:
+            problem = EngineStateError(f"{self._who}: sync {sync_id} was not finalised")
+        try:
+            self._agree(problem, broken=self._finalised)
+        except RdtError:
+            # Nothing was generated under the new label: the engine is still paused.
+            self._attempt("restoring the version", lambda: self._control.set_version(old))
+            raise
         self._status.version = version
         self._status.syncs += 1
         self._finish("current", "")
@@ -152,35 +176,51 @@ class RankSession:
         request = self.require(sync_id)
         if request.purpose != "connect":
             raise EngineStateError(f"{self._who}: sync {sync_id} writes; commit or abort it")
-        dirty = self._status.state == "dirty"
-        if not self._control.vote(True):
-            self._left_in_the_lurch()
+        if self._status.state == "dirty":
+            self._agree(None)
+            self._finish("dirty", self._status.detail)
             return
-        if not dirty:
+        self._agree(self._attempt("ending the session", self._end_open_session))
+        self._finish("current", "")
+
+    def _end_open_session(self) -> None:
+        if self._control.session_open or not self._control.has_session:
             self._control.end_session()
-        self._finish("dirty" if dirty else "current", self._status.detail)
+
+    def _agree(self, problem: RdtError | None, broken: bool = True) -> None:
+        """All ranks go on together; if one cannot, all give the sync up and raise.
+
+        ``broken``: whether ``problem`` leaves weights that must not be served.
+        """
+        if self._control.vote(problem is None):
+            return
+        why = str(problem or "another rank of the engine gave the sync up")
+        self._give_up(why, broken=broken and problem is not None)
+        raise problem or EngineStateError(f"{self._who}: {why}")
 
     def abort(self, why: str) -> State:
         """Gives the sync up, with the other ranks; returns the state that the rank is left in."""
         self._control.vote(False)
         return self._give_up(why)
 
-    def _left_in_the_lurch(self) -> None:
-        self._give_up("another rank of the engine gave the sync up")
-
-    def _give_up(self, why: str) -> State:
-        # Bytes on any rank make the whole engine dirty: its ranks share one set of weights.
-        clean_here = self._status.bytes_landed == 0 and self._status.state != "dirty"
-        clean = self._control.vote(clean_here)
+    def _give_up(self, why: str, broken: bool = False) -> State:
         sync_id = self._request.sync_id if self._request else "?"
+        was_dirty = self._status.state == "dirty"
+        # Bytes on any rank make the whole engine dirty: its ranks share one set of weights.
+        clean = self._control.vote(self._status.bytes_landed == 0 and not was_dirty and not broken)
+        cause = "after bytes had landed"
         if clean:
-            if self._control.session_open or not self._control.has_session:
-                self._control.end_session()
+            problem = self._attempt("ending the session", self._end_open_session)
+            clean = self._control.vote(problem is None)
+            cause = f"and its session could not be ended ({problem or 'on another rank'})"
+        elif not self._status.bytes_landed and not broken:
+            cause = "after bytes had landed on another rank"
+        if clean:
             self._finish("current", "")
-        else:
-            detail = f"sync {sync_id} failed after bytes had landed: {why}"
-            logger.error("%s is dirty and stays paused: %s", self._who, detail)
-            self._finish("dirty", detail)
+            return self._status.state
+        detail = self._status.detail if was_dirty else f"sync {sync_id} failed {cause}: {why}"
+        logger.error("%s is dirty and stays paused: %s", self._who, detail)
+        self._finish("dirty", detail)
         return self._status.state
 
     def _finish(self, state: State, detail: str) -> None:

@@ -8,7 +8,7 @@ a new tensor out of an HF tensor, is refused by name. No per-model code, no mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,51 +101,60 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _aten.copy_.default:
-            return self._copy(args[0], args[1])
-        if (
-            func._schema.is_mutable
-            and args
-            and isinstance(args[0], torch.Tensor)
-            and args[0] in self.live
-        ):
-            return self._write(func, args)
+        if func is _aten.copy_.default and self._copy(args[0], args[1]):
+            return args[0]
+        written = _written(func, args, kwargs)
+        live = [t for t in written if t in self.live]
+        if live:
+            for dst in live:
+                self._write(func, dst, args)
+            return _result_of_write(func, args, kwargs)
+        for t in written:
+            self._note_changed(func, t, args)
         out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor) and out.device.type == "meta":
-            self._note_derived(func, out, args)
+        for t in _tensors((out,)):
+            if t.device.type == "meta":
+                self._note_derived(func, t, args)
         return out
 
-    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-        if not dst.numel():
-            return dst
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        """Handles a copy into a live parameter, or from an HF tensor; False: let it happen."""
+        if dst.device.type == "meta":
+            return False  # noted as a change of dst, if that is an HF tensor
         if src.device.type != "meta":
-            if dst in self.live:
+            if dst not in self.live:
+                return False
+            if dst.numel():
                 self.problems.append(
                     f"{self._name(dst)}: copied from a tensor that is no HF tensor"
                 )
-                return dst
-            return _aten.copy_.default(dst, src)
-        if dst.device.type == "meta":
-            self._note_derived(_aten.copy_.default, dst, (src,))
-            return dst
-        source = self.sources.get(src.untyped_storage()._cdata)
-        if source is None:
-            made, _ = self.derived.get(src.untyped_storage()._cdata, ("an unknown operation", None))
+            return True
+        if dst.numel():
+            self._want(dst, src)
+        return True
+
+    def _want(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        key = src.untyped_storage()._cdata
+        if key in self.derived:
             self.problems.append(
-                f"{self._name(dst)}: its value comes out of {made}, not straight from an HF tensor"
+                f"{self._name(dst)}: its value comes out of {self.derived[key][0]}, not straight "
+                "from an HF tensor"
             )
-            return dst
-        spec = source[0]
+            return
+        if key not in self.sources:
+            self.problems.append(f"{self._name(dst)}: its value comes out of an unknown operation")
+            return
+        spec = self.sources[key][0]
         place = self.live.locate(dst)
         if place is None:
             self.problems.append(
-                f"{spec.name}: copied into a {dtype_name(dst.dtype)}{list(dst.shape)} tensor that is no "
-                "parameter, or a parameter seen as another dtype"
+                f"{spec.name}: copied into a {dtype_name(dst.dtype)}{list(dst.shape)} tensor that "
+                "is no parameter, or a parameter seen as another dtype"
             )
-            return dst
+            return
         if dtype_name(src.dtype) != spec.dtype:
             self.problems.append(f"{place[0]}: {spec.name} is read as {dtype_name(src.dtype)}")
-            return dst
+            return
         if src.shape != dst.shape:
             try:
                 src = src.expand(dst.shape)
@@ -153,26 +162,26 @@ class _Recorder(TorchDispatchMode):
                 self.problems.append(
                     f"{place[0]}{list(dst.shape)}: copied from {spec.name}{list(src.shape)}"
                 )
-                return dst
-        self.wants.append(
-            Want(
-                *place,
-                spec.name,
-                Slice(int(src.storage_offset()), tuple(src.shape), tuple(src.stride())),
-            )
-        )
-        return dst
+                return
+        where = Slice(int(src.storage_offset()), tuple(src.shape), tuple(src.stride()))
+        self.wants.append(Want(*place, spec.name, where))
 
-    def _write(self, func: Any, args: Sequence[Any]) -> Any:
-        dst = args[0]
+    def _write(self, func: Any, dst: torch.Tensor, args: Sequence[Any]) -> None:
         if not dst.numel():
-            return dst
+            return
         place = self.live.locate(dst)
-        if func in (_aten.fill_.Scalar, _aten.zero_.default) and place is not None:
-            self.constants.append(Constant(*place, float(args[1]) if len(args) > 1 else 0.0))
+        value = _constant(func, args)
+        if value is not None and place is not None:
+            self.constants.append(Constant(*place, value))
         else:
             self.problems.append(f"{self._name(dst)}: written in place by {func}")
-        return dst
+
+    def _note_changed(self, func: Any, tensor: torch.Tensor, args: Sequence[Any]) -> None:
+        """An HF tensor (or one derived from it) that is changed in place is one no longer."""
+        key = tensor.untyped_storage()._cdata
+        if tensor.device.type == "meta" and key in self.sources:
+            name = self.sources[key][0].name
+            self.derived.setdefault(key, (f"{func} on {name}", tensor))
 
     def _note_derived(self, func: Any, out: torch.Tensor, args: Sequence[Any]) -> None:
         key = out.untyped_storage()._cdata
@@ -201,6 +210,39 @@ def _tensors(args: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield from _tensors(a)
 
 
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that ``func`` writes, by its schema: in place, ``out=``, lists."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[torch.Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += _tensors((value,))
+    return found
+
+
+def _result_of_write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What the caller of a write that did not happen gets: the tensors, unwritten."""
+    written = _written(func, args, kwargs)
+    returns = len(func._schema.returns)
+    return None if returns == 0 else written[0] if returns == 1 else tuple(written)
+
+
+def _constant(func: Any, args: Sequence[Any]) -> float | None:
+    """The value that ``func`` fills its first argument with, or None if it does something else."""
+    if func is _aten.zero_.default:
+        return 0.0
+    if func is _aten.fill_.Scalar:
+        return float(args[1])
+    # param[rows] = 0 and fill_(tensor) come with a tensor of one element.
+    if func in (_aten.fill_.Tensor, _aten.copy_.default):
+        value = args[1]
+        if value.device.type != "meta" and value.dim() == 0:
+            return float(value)
+    return None
+
+
 def record_load(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Recording:
     """What ``model.load_weights`` would do with HF tensors of these names, shapes and dtypes.
 
@@ -218,6 +260,7 @@ def record_load(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Recordin
         sources[t.untyped_storage()._cdata] = (spec, t)
         named.append((spec.name, t))
     recorder = _Recorder(_Live(tensors), sources)
+    snapshot = _Snapshot(model)
     try:
         with torch.no_grad(), recorder:
             model.load_weights(iter(named))  # type: ignore[operator]
@@ -228,6 +271,10 @@ def record_load(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Recordin
             f"{type(model).__name__}.load_weights does not accept the trainer's tensors: "
             f"{type(error).__name__}: {error}"
         ) from error
+    finally:
+        recorder.problems += [
+            f"{name}: the loader puts another tensor in its place" for name in snapshot.restore()
+        ]
     if recorder.problems:
         raise RecordError(
             f"{type(model).__name__}.load_weights does more than copy slices:\n"
@@ -235,6 +282,54 @@ def record_load(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Recordin
         )
     return Recording(
         tuple(recorder.wants), tuple(recorder.constants), vocabulary_padding(model, tensors)
+    )
+
+
+class _Snapshot:
+    """Parameters and buffers as they are, and the way back to them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._held: list[tuple[str, Any, str, Any, Any]] = [
+            (_join(prefix, name), table, name, tensor, None if tensor is None else tensor.data)
+            for prefix, table in self._tables()
+            for name, tensor in table.items()
+        ]
+
+    def _tables(self) -> Iterator[tuple[str, Any]]:
+        for prefix, module in self._model.named_modules():
+            yield prefix, module._parameters
+            yield prefix, module._buffers
+
+    def restore(self) -> list[str]:
+        """Puts back what was replaced or added; the names of those tensors."""
+        changed = []
+        for full, table, name, tensor, data in self._held:
+            if table.get(name) is not tensor:
+                table[name] = tensor
+                changed.append(full)
+            if tensor is not None and not _same_memory(tensor.data, data):
+                tensor.data = data
+                changed.append(full)
+        known = {(id(table), name) for _, table, name, _, _ in self._held}
+        for prefix, table in self._tables():
+            for name in [n for n in table if (id(table), n) not in known]:
+                del table[name]
+                changed.append(_join(prefix, name))
+        return list(dict.fromkeys(changed))
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.device == other.device
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
     )
 
 
@@ -246,9 +341,12 @@ def vocabulary_padding(model: torch.nn.Module, tensors: dict[str, torch.Tensor])
     padding = {}
     for name, module in model.named_modules():
         indices = getattr(module, "shard_indices", None)
-        weight = tensors.get(f"{name}.weight")
-        if indices is None or weight is None:
+        if indices is None:
             continue
-        rows = weight.shape[0] - indices.num_org_elements - indices.num_added_elements
-        padding[f"{name}.weight"] = rows * (weight.numel() // max(weight.shape[0], 1))
+        real = indices.num_org_elements + indices.num_added_elements
+        for kind in ("weight", "bias"):
+            tensor = tensors.get(f"{name}.{kind}" if name else kind)
+            if tensor is not None and tensor.shape:
+                rows = tensor.shape[0] - real
+                padding[f"{name}.{kind}"] = rows * (tensor.numel() // max(tensor.shape[0], 1))
     return padding

@@ -124,18 +124,20 @@ class SchedulerControl:
             )
 
     def begin_session(self, selector: str = "all") -> None:
-        """Brings packed weights into their loadable form. All ranks together."""
-        if not self.has_session:
+        """Brings packed weights into their loadable form; nothing if a session is open.
+
+        What ``weight_updater.begin_weight_update`` does, without its barrier: the ranks vote
+        afterwards, and a barrier would keep the others waiting for one that failed.
+        Source: sglang/srt/managers/scheduler_components/weight_updater.py, 0.5.21 to 0.5.23.
+        """
+        if not self.has_session or self.session_open:
             return
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+        from sglang.srt.managers.scheduler_components.weight_updater import _WeightUpdateSession
 
         updater = self.scheduler.weight_updater
-        if updater._session is not None:
-            # Ours, of a sync that failed; anybody else's was refused by the state machine.
-            return
-        reply = updater.begin_weight_update(BeginWeightUpdateReqInput(selector=selector))
-        if not reply.success:
-            raise EngineStateError(f"{self._who}: SGLang refused the session: {reply.message}")
+        for _, runner in updater._select_runners(selector):
+            runner.weight_updater.begin_weight_update()
+        updater._session = _WeightUpdateSession(selector=selector)
 
     @property
     def session_open(self) -> bool:
@@ -143,19 +145,24 @@ class SchedulerControl:
         return self.has_session and self.scheduler.weight_updater._session is not None
 
     def end_session(self) -> None:
-        """Derives and packs what is made of the weights, once. All ranks together."""
-        if self.has_session:
-            from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+        """Derives and packs what is made of the weights, once. No barrier, see begin_session.
 
-            reply = self.scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput())
-            if not reply.success:
-                raise EngineStateError(
-                    f"{self._who}: SGLang could not end the session: {reply.message}"
-                )
+        Raises:
+            EngineStateError: no session is open.
+        """
+        if not self.has_session:
+            from sglang.srt.model_loader import loader
+
+            loader._post_load_weights(self.model)
             return
-        from sglang.srt.model_loader import loader
-
-        loader._post_load_weights(self.model)
+        updater = self.scheduler.weight_updater
+        if updater._session is None:
+            raise EngineStateError(f"{self._who}: no weight-update session is open")
+        for _, runner in updater._select_runners(updater._session.selector):
+            runner.weight_updater.end_weight_update(
+                run_post_load=not updater._session.loaded_weights
+            )
+        updater._session = None
 
     @property
     def version(self) -> str:

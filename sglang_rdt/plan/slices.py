@@ -100,29 +100,44 @@ def to_box(s: Slice, shape: Sequence[int], stride: Sequence[int]) -> Box | None:
         stop[i] = start[i] + 1
     if rest:
         return None
-    parts = sorted(((t, n) for n, t in zip(s.shape, s.stride, strict=True) if n > 1), reverse=True)
-    for step, count in parts:
-        # A dimension of the slice may span several of the tensor's (a flattened view).
-        left = count
-        inner = [i for i in dims if stride[i] >= step]
-        if not inner or stride[inner[-1]] != step:
+    taken: set[int] = set()
+    for step, count in _runs(s):
+        # A run may span several of the tensor's dimensions (a flattened view): from the one with
+        # its stride outwards, as long as they lie one behind the other without a gap.
+        inner = next((k for k, i in enumerate(dims) if stride[i] == step), None)
+        if inner is None:
             return None
-        for i in reversed(inner):
-            if stop[i] - start[i] != 1:
+        for k in range(inner, -1, -1):
+            i = dims[k]
+            if i in taken or (k < inner and stride[i] != stride[dims[k + 1]] * shape[dims[k + 1]]):
                 return None
-            if left <= shape[i] - start[i]:
-                stop[i] = start[i] + left
-                left = 1
+            taken.add(i)
+            if count <= shape[i] - start[i]:
+                stop[i] = start[i] + count
+                count = 1
                 break
-            if start[i] != 0 or left % shape[i]:
+            if start[i] != 0 or count % shape[i]:
                 return None
             stop[i] = shape[i]
-            left //= shape[i]
-        if left != 1:
+            count //= shape[i]
+        if count != 1:
             return None
     box = Box(tuple(start), tuple(stop))
     fits = all(0 <= a < b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True))
     return box if fits and box.volume == s.numel else None
+
+
+def _runs(s: Slice) -> list[tuple[int, int]]:
+    """``(stride, count)`` of the slice's dimensions, those that continue one another merged."""
+    runs: list[tuple[int, int]] = []
+    for step, count in sorted(
+        ((t, n) for n, t in zip(s.shape, s.stride, strict=True) if n > 1), reverse=True
+    ):
+        if runs and runs[-1][0] == step * count:
+            runs[-1] = (step, runs[-1][1] * count)
+        else:
+            runs.append((step, count))
+    return runs
 
 
 def overlap(a: Box, b: Box) -> Box | None:

@@ -128,7 +128,7 @@ class Control:
     """Has the interface of SchedulerControl; the scheduler is a few flags.
 
     ``fail``: operation -> the error that its next call raises, before it does anything.
-    Opening and closing a session end in a barrier, as SGLang's do.
+    As in SchedulerControl, opening and closing a session have no barrier.
     """
 
     def __init__(self, rank: int, group: Group, model: torch.nn.Module, has_session: bool) -> None:
@@ -171,7 +171,6 @@ class Control:
             return
         self._do("begin_session")
         self.session_open = True
-        self.group.meet(self.rank, "barrier")
 
     def end_session(self) -> None:
         if not self.has_session:
@@ -181,7 +180,6 @@ class Control:
             raise EngineStateError("no weight-update session is open")
         self._do("end_session")
         self.session_open = False
-        self.group.meet(self.rank, "barrier")
 
     def set_version(self, version: str) -> None:
         self._do(f"version {version}")

@@ -114,7 +114,8 @@ def test_a_failed_pull_leaves_dirty_and_the_next_sync_repairs(world: World) -> N
     assert world.coordinator.begin("s1") == {}
     with pytest.raises(TransportError, match="link down"):
         world.move(senders, "s1", world.hf(1))
-    assert world.coordinator.abort("s1", {world.name: "link down"}) == {world.name: "dirty"}
+    (state,) = world.coordinator.abort("s1", {world.name: "link down"}).values()
+    assert state.startswith("dirty: ")
     assert world.state() == (["dirty"] * 2, [True] * 2)
     assert world.coordinator.begin("s2") == {}
     world.move(senders, "s2", world.hf(2))
@@ -131,7 +132,7 @@ def test_a_refused_begin_is_reported_by_rank(world: World) -> None:
     assert failures[world.name].startswith("begin: ")
     assert f"{world.name} dp0_pp0_tp1: 3 running" in failures[world.name]
     states = world.coordinator.abort("s1", failures)
-    assert states[world.name].startswith("unknown: ")
+    assert states[world.name] == "current"
     assert world.state() == (["current"] * 2, [False] * 2)
 
 
@@ -217,11 +218,6 @@ def test_ranks_that_failed_before_are_not_compared() -> None:
 # Bugs.
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="connect() begins outside of its try: if one reply is late or lost, the ranks that did begin "
-    "stay parked until the stall timeout (300 s)",
-)
 def test_a_connect_whose_begin_fails_leaves_nobody_parked(world: World) -> None:
     world.engine.settle_s = 0.3
     world.coordinator.engines[world.name].actors[1].lost.add("begin_sync")
@@ -230,10 +226,6 @@ def test_a_connect_whose_begin_fails_leaves_nobody_parked(world: World) -> None:
     assert world.state() == (["current"] * 2, [False] * 2)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="an empty list of engines means all of them (`engines or self.engines`)",
-)
 def test_no_engines_means_none(world: World) -> None:
     assert world.coordinator.begin("s1") == {}
     assert world.coordinator.finalise("s1", []) == ({}, {})

@@ -359,11 +359,6 @@ def test_waiting_calls_are_added_once_behind_the_requests() -> None:
 # Bugs.
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="handle() decides that a call is ready before it votes; a caller that times out during "
-    "the vote is told that the call never runs, and then it does: the engine parks for nobody",
-)
 def test_a_call_that_times_out_during_the_vote_never_runs() -> None:
     told = threading.Event()
 
@@ -387,10 +382,6 @@ def test_a_call_that_times_out_during_the_vote_never_runs() -> None:
     assert outcome == [None] or (isinstance(outcome[0], DeadlineError) and not ran)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a result that comes at the very end of the deadline is thrown away for a bare TimeoutError",
-)
 def test_a_result_at_the_last_moment_is_returned() -> None:
     class LastMoment(Future):  # type: ignore[type-arg]
         def result(self, timeout: float | None = None) -> Any:

@@ -207,11 +207,6 @@ def test_constants_for_padding_rows() -> None:
     )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="param[rows] = 0 arrives as fill_ with a 0-dim tensor, which is refused although its "
-    "value is known",
-)
 def test_constants_by_assignment() -> None:
     def load(m: Model, w: Weights) -> None:
         m.embed.data[:4].copy_(w["a"])
@@ -249,10 +244,6 @@ def test_padding_of_a_vocabulary_is_known(used: int, added: int, padding: int) -
     assert filled == padding
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="only .weight of a padded vocabulary counts: a padded lm_head.bias is refused",
-)
 def test_padding_of_a_bias_is_known() -> None:
     model = Model(lambda m, w: m.head.load_weights(w.items()))
     model.head = Vocabulary(8, 5)
@@ -453,11 +444,6 @@ CHANGED_SOURCE: dict[str, Loader] = {
 }
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="an HF tensor changed in place keeps its storage, so the change is lost silently "
-    "(recorder._note_derived returns early for sources)",
-)
 @pytest.mark.parametrize("case", CHANGED_SOURCE)
 def test_an_hf_tensor_changed_in_place_is_refused(case: str) -> None:
     with pytest.raises(RecordError, match="a"):
@@ -470,21 +456,12 @@ UNSEEN: dict[str, Loader] = {
 }
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="only args[0] is looked at: out= arguments and tensor lists write live parameters",
-)
 @pytest.mark.parametrize("case", UNSEEN)
 def test_other_ways_to_write_a_parameter_are_refused(case: str) -> None:
     with pytest.raises(RecordError, match="p:"):
         record(Model(UNSEEN[case], p=(4, 3)), hf(a=(4, 3)))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a loader that replaces a parameter leaves a meta tensor in the live model; nothing is "
-    "compared or put back after recording",
-)
 def test_a_replaced_parameter_is_refused_and_put_back() -> None:
     def load(m: Model, w: Weights) -> None:
         m.p = nn.Parameter(w["a"], requires_grad=False)
@@ -496,10 +473,6 @@ def test_a_replaced_parameter_is_refused_and_put_back() -> None:
     assert model.p is kept
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="operations with several results are not noted, so the refusal does not name the HF tensor",
-)
 def test_refusals_name_the_hf_tensor_behind_several_results() -> None:
     def load(m: Model, w: Weights) -> None:
         m.p.data.copy_(w["hf_name"].sort(0).values)

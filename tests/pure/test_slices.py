@@ -114,11 +114,6 @@ def test_a_box_is_never_claimed_for_other_elements(t: torch.Tensor, s: Slice) ->
         assert box_elements(box, tuple(t.stride())) == set(found)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="to_box steps from an inner to an outer dimension without checking that the outer "
-    "stride is inner stride x inner size, so it claims the gap of a padded parameter",
-)
 def test_a_flat_run_through_a_gap_is_no_box() -> None:
     t = torch.arange(16).view(2, 8)[:, :4]
     run = Slice(0, (8,), (1,))  # columns 4 to 7 lie outside of t
@@ -126,11 +121,6 @@ def test_a_flat_run_through_a_gap_is_no_box() -> None:
     assert box is None or box_elements(box, tuple(t.stride())) == set(elements(run))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a view that splits a dimension is no box for to_box, although it is one: coverage then "
-    "goes through every element in Python, and refuses above MAX_BRUTE_FORCE",
-)
 def test_a_view_that_splits_a_dimension_is_a_box() -> None:
     t = torch.arange(24).view(6, 4)
     view = t.view(2, 3, 4)  # heads x head_dim x hidden
