@@ -61,7 +61,7 @@ class RankSession:
                 self._control.pause(request.pause_mode)
             if request.flush:
                 self._control.flush()
-            self._control.synchronize()
+            self._control.drain()
             if request.purpose == "sync" and self.weights.recording is not None:
                 self.weights.check_addresses()
             self._control.begin_session()

@@ -34,7 +34,7 @@ class Group:
     different ones there, or one that calls none, would hang. Here they raise :class:`Hang`.
     """
 
-    def __init__(self, size: int, timeout_s: float = 5.0) -> None:
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size, self.timeout_s = size, timeout_s
         self.hangs: list[str] = []
         self._arrived = threading.Condition()
@@ -102,11 +102,11 @@ class Loops:
         """Ends the threads; a loop that hangs fails the test."""
         self._stop.set()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(60)
         assert not any(thread.is_alive() for thread in self.threads)
 
 
-def together(calls: Sequence[Callable[[], Any]], timeout_s: float = 20.0) -> list[Any]:
+def together(calls: Sequence[Callable[[], Any]], timeout_s: float = 120.0) -> list[Any]:
     """Runs ``calls`` at once, a thread each; what each returned or raised."""
     out: list[Any] = [Hang("did not return")] * len(calls)
 
@@ -162,6 +162,9 @@ class Control:
 
     def flush(self) -> None:
         self._do("flush")
+
+    def drain(self) -> None:
+        self._do("drain")
 
     def synchronize(self) -> None:
         self._do("synchronize")
@@ -222,9 +225,9 @@ class Engine:
 
     size: int = 2
     has_session: bool = True
-    hang_s: float = 5.0
-    phase_timeout_s: float = 10.0
-    settle_s: float = 2.0
+    hang_s: float = 60.0
+    phase_timeout_s: float = 60.0
+    settle_s: float = 30.0
     ranks: list[Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:

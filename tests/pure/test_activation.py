@@ -245,9 +245,10 @@ def test_nothing_is_patched_or_imported_before_its_time(good_site: Site) -> None
 
 @pytest.mark.parametrize("package", ["sglang_rdt", "megatron_rdt"])
 def test_importing_costs_next_to_nothing(good_site: Site, package: str) -> None:
-    code = f"import time; t = time.perf_counter(); import {package}; print(time.perf_counter() - t)"
+    # Processor time: what others do on the machine meanwhile does not count.
+    code = f"import time; t = time.process_time(); import {package}; print(time.process_time() - t)"
     best = 1e9
-    for _ in range(5):
+    for _ in range(10):
         best = min(best, good_site.json(code))
         if best < 0.1:
             return
@@ -409,7 +410,7 @@ def test_the_lazy_attribute_of_megatron_rdt() -> None:
         megatron_rdt.Nothing  # noqa: B018
 
 
-# Bugs.
+# Faults that there were.
 
 RETRY = """
 for _ in range(2):

@@ -191,18 +191,18 @@ def test_threads_count_their_own_depth(module: SimpleNamespace) -> None:
     class Waits:
         def step(self) -> None:
             inside.set()
-            go.wait(10)
+            go.wait(60)
 
     slow.children = (Waits(),)
     heard: list[Any] = []
     hooks.add_listener(heard.append)
     thread = threading.Thread(target=slow.step)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     quick.step()  # not nested in the other thread's step
     assert heard == [quick]
     go.set()
-    thread.join(10)
+    thread.join(60)
     assert heard == [quick, slow]
 
 

@@ -161,7 +161,7 @@ def test_added_parameters_are_noticed(weights: LiveWeights) -> None:
         weights.check_addresses()
 
 
-# Bugs.
+# Faults that there were.
 
 
 def test_connecting_again_follows_moved_parameters(weights: LiveWeights) -> None:

@@ -353,6 +353,19 @@ def test_neighbours_become_one_target() -> None:
     assert [(t.at, t.dst.offset) for t in one.targets] == [(0, 24), (32, 0)]
 
 
+def test_what_follows_a_slice_with_gaps_is_no_neighbour_of_it() -> None:
+    # Elements 0 and 3, then element 2, where a contiguous slice of two would have ended.
+    p = param("p", (4,))
+    gaps, behind, rest = Slice(0, (2,), (3,)), Slice(2, (1,), (1,)), Slice(1, (1,), (1,))
+    wants = [Want("p", s, "first", s) for s in (gaps, behind)] + [Want("p", rest, "then", rest)]
+    (one,) = pack(wants, ["first", "then"], {"p": p}, 1 << 10)
+    assert sorted(e for t in one.targets for e in elements(t.dst)) == [0, 1, 2, 3]
+    hf = dict.fromkeys(["first", "then"], np.arange(10, 14, dtype=np.float32))
+    memory = {"p": np.zeros(4, np.float32)}
+    land(one, stage(one, hf, one.nbytes), memory, {"p": np.zeros(4, int)})
+    assert memory["p"].tolist() == [10, 11, 12, 13]
+
+
 def test_a_bucket_smaller_than_an_element_is_refused() -> None:
     p, s = param("p", (2,), "float64"), spec("hf", (2,), "float64")
     with pytest.raises(SlicesError, match="7 bytes cannot hold one float64"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("empty_inbox", "pulls")
 SPECS = [TensorSpec("w", (4, 3), "float32"), TensorSpec("e", (2, 2), "float32")]
 NEW_W, NEW_E = torch.full((4, 3), 7.0), torch.full((2, 2), 8.0)
 # In one connect or sync, rank 0's scheduler is told:
-SYNC = ["pause retract", "flush", "synchronize", "begin_session"]
+SYNC = ["pause retract", "flush", "drain", "begin_session"]
 DONE = ["synchronize", "end_session", "synchronize", "version v1", "resume"]
 
 
@@ -62,8 +62,8 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def fragile() -> Iterator[Engine]:
-    """For tests of bugs that hang: gives up soon, and does not mind."""
-    made = Engine(2, hang_s=0.4, phase_timeout_s=2.0, settle_s=0.3)
+    """An engine to break: how it ends is up to the test."""
+    made = Engine(2)
     yield made
     made.stop()
 
@@ -196,7 +196,7 @@ def test_connecting_writes_nothing(engine: Engine) -> None:
     check_running(engine)
     assert engine.log() == [
         "pause in_place",
-        "synchronize",
+        "drain",
         "begin_session",
         "end_session",
         "resume",
@@ -236,7 +236,7 @@ def test_older_sglang_has_no_session() -> None:
         assert engine.log() == [
             "pause retract",
             "flush",
-            "synchronize",
+            "drain",
             "synchronize",
             "post_load",
             "synchronize",
@@ -259,12 +259,12 @@ def test_older_sglang_has_no_session() -> None:
 def test_flush_is_left_out_where_the_request_says_so(engine: Engine) -> None:
     assert good(engine.begin(flush=False, pause_mode="in_place"))
     engine.call("abort_sync", "s1", "x")
-    assert engine.log()[:2] == ["pause in_place", "synchronize"]
+    assert engine.log()[:2] == ["pause in_place", "drain"]
 
 
 # Failures before anything landed.
 
-BEFORE = ["unsupported", "pause retract", "flush", "synchronize"]
+BEFORE = ["unsupported", "pause retract", "flush", "drain"]
 
 
 @pytest.mark.parametrize("where", BEFORE)
@@ -384,7 +384,7 @@ def test_a_full_sync_ends_dirty(engine: Engine) -> None:
     full_sync(engine)
     check_running(engine, "v1")
     # Its session is still open, and it is paused already.
-    assert engine.log() == ["flush", "synchronize", *DONE]
+    assert engine.log() == ["flush", "drain", *DONE]
     assert torch.equal(engine.ranks[1].model.w, NEW_W)
 
 
@@ -416,7 +416,7 @@ def test_an_empty_abort_does_not_end_dirty(engine: Engine) -> None:
     check_dirty(engine)
 
 
-@pytest.mark.parametrize("where", ["flush", "synchronize"])
+@pytest.mark.parametrize("where", ["flush", "drain"])
 def test_a_refused_begin_does_not_end_dirty(engine: Engine, where: str) -> None:
     make_dirty(engine)
     engine.ranks[1].control.fail[where] = EngineBusyError("busy")
@@ -515,8 +515,8 @@ def test_a_second_owner_is_refused_by_name(engine: Engine) -> None:
 def test_two_owners_at_the_same_moment_get_one_sync_each_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop_gate, "ARRIVAL_TIMEOUT_S", 0.3)
-    engine = Engine(2, phase_timeout_s=3.0)
+    monkeypatch.setattr(loop_gate, "ARRIVAL_TIMEOUT_S", 1.0)
+    engine = Engine(2, phase_timeout_s=4.0)
     try:
         outcomes: dict[str, list[Any]] = {}
 
@@ -529,10 +529,12 @@ def test_two_owners_at_the_same_moment_get_one_sync_each_at_most(
 
         together([partial(run, "s1"), partial(run, "s2")])
         done = [sync_id for sync_id in ("s1", "s2") if good(outcomes[sync_id])]
-        assert done
         for sync_id in {"s1", "s2"} - set(done):
             assert not any(isinstance(o, EngineRank) for o in outcomes[sync_id])
         assert [r.status.syncs for r in engine.ranks] == [len(done)] * 2
+        monkeypatch.setattr(loop_gate, "ARRIVAL_TIMEOUT_S", 60.0)
+        for r in engine.ranks:
+            r.actor._phase_timeout_s = 60.0
         full_sync(engine, "s3", "v3")
         check_running(engine, "v3")
     finally:
@@ -630,14 +632,16 @@ def test_one_rank_that_aborts_takes_the_others_along(
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_rank_that_failed_before_its_vote_is_joined_by_an_abort(torn: bool) -> None:
     # finalise() fails on rank 1 before it votes; rank 0 waits in its vote until the abort comes.
-    engine = Engine(2, phase_timeout_s=0.5)
+    engine = Engine(2)
     try:
         assert good(engine.begin())
         if torn:
             send(engine, ranks=(1,))
         outcomes = engine.call("finalise", "s1", True)  # no load was recorded: no checksums
         assert all("no load was recorded" in str(o) for o in outcomes)
+        engine.ranks[0].actor._phase_timeout_s = 0.3
         (zero,) = engine.call("finalise", "s1", False, ranks=[0])
+        engine.ranks[0].actor._phase_timeout_s = 60.0
         assert isinstance(zero, DeadlineError)
         (left,) = engine.call("abort_sync", "s1", "finalise failed", ranks=[1])
         assert left == ("dirty" if torn else "current")
@@ -654,17 +658,17 @@ def test_a_rank_that_failed_before_its_vote_is_joined_by_an_abort(torn: bool) ->
 def test_a_driver_that_disappears(torn: bool) -> None:
     engine = Engine(3)
     try:
-        assert good(engine.begin("s1", stall_timeout_s=0.3))
+        silence = 2.0 if torn else 0.3
+        assert good(engine.begin("s1", stall_timeout_s=silence))
         if torn:
             tear(engine, 2)
         engine.settle()
-        until = 200
-        while "syncing" in engine.states and until:
-            until -= 1
-            threading.Event().wait(0.01)
+        until = time.monotonic() + 30
+        while "syncing" in engine.states and time.monotonic() < until:
+            time.sleep(0.01)
         if torn:
             check_dirty(engine)
-            assert "nothing was heard of its driver for 0.3 s" in engine.ranks[0].status.detail
+            assert "nothing was heard of its driver for 2 s" in engine.ranks[0].status.detail
         else:
             check_running(engine)
         (error, *_) = engine.call("finalise", "s1", False)
@@ -749,7 +753,7 @@ def test_ranks_agree_whatever_happens(events: list[str], odd: int, user_paused: 
     assert engine.group.hangs == []
 
 
-# Bugs.
+# Faults that there were.
 
 
 def test_a_session_that_sglang_refuses_leaves_the_engine_running(fragile: Engine) -> None:
@@ -769,10 +773,6 @@ def test_after_a_refused_session_the_next_sync_resumes(fragile: Engine) -> None:
 
 
 def test_a_session_that_fails_on_one_rank_begins_on_none(fragile: Engine) -> None:
-    # Without SGLang's barrier: the best case.
-    fragile.group.meet = lambda rank, kind, value=None, meet=fragile.group.meet: (  # type: ignore[method-assign]
-        meet(rank, kind, value) if kind == "vote" else []
-    )
     fragile.ranks[1].control.fail["begin_session"] = EngineStateError("cannot restore weights")
     outcomes = fragile.begin()
     assert not any(isinstance(o, EngineRank) for o in outcomes)
@@ -808,9 +808,12 @@ def test_a_commit_that_fails_on_one_rank_commits_on_none(fragile: Engine) -> Non
 
 
 @pytest.mark.parametrize("way", ["abort", "leave"])
-def test_a_sync_that_cannot_be_left_cleanly_is_left_dirty(fragile: Engine, way: str) -> None:
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_sync_that_cannot_be_left_cleanly_is_left_dirty(
+    fragile: Engine, way: str, ranks: tuple[int, ...]
+) -> None:
     assert good(fragile.begin("s1", "connect" if way == "leave" else "sync"))
-    for r in fragile.ranks:
+    for r in (fragile.ranks[rank] for rank in ranks):
         r.control.fail["end_session"] = EngineStateError("post-load processing failed")
     if way == "leave":
         fragile.call("end_sync", "s1", None)
@@ -860,3 +863,61 @@ def test_a_dirty_rank_keeps_its_first_cause(fragile: Engine) -> None:
     check_dirty(fragile)
     assert "s0" in fragile.ranks[0].status.detail
     assert "c failed after bytes had landed" not in fragile.ranks[0].status.detail
+
+
+# Faults that there are.
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="check_addresses() runs before begin_session(): a model whose session brings parameters into "
+    "another form (trtllm bf16 MoE, WNA16) is compared in its packed form with the recorded loadable "
+    "one, so every sync is refused with 'connect again'",
+)
+def test_parameters_that_a_session_unpacks(fragile: Engine) -> None:
+    for r in fragile.ranks:
+
+        def begin(selector: str = "all", r: Any = r, begin: Any = r.control.begin_session) -> None:
+            if not r.control.session_open:
+                r.model.w.data = r.model.w.data.t().contiguous()
+            begin(selector)
+
+        def end(r: Any = r, end: Any = r.control.end_session) -> None:
+            end()
+            r.model.w.data = r.model.w.data.t().contiguous()
+
+        r.model.w.data = r.model.w.data.t().contiguous()  # at rest: packed
+        r.control.begin_session, r.control.end_session = begin, end  # type: ignore[method-assign]
+    connect(fragile)
+    for n in (1, 2):
+        full_sync(fragile, f"s{n}", f"v{n}")
+        check_running(fragile, f"v{n}")
+    assert torch.equal(fragile.ranks[1].model.w, NEW_W.t())
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="if begin is undone and the session that it opened cannot be ended, the rank goes on "
+    "generating with unpacked weights, and refuses every later sync for 'somebody else's session'",
+)
+def test_a_begin_that_cannot_be_undone_does_not_run_on_an_open_session(fragile: Engine) -> None:
+    fragile.ranks[1].control.fail["flush"] = EngineBusyError("busy")
+    fragile.ranks[0].control.fail["end_session"] = EngineStateError("post-load processing failed")
+    assert not any(isinstance(o, EngineRank) for o in fragile.begin())
+    for r in fragile.ranks:
+        assert r.control.paused or not r.control.session_open
+    full_sync(fragile)
+    check_running(fragile, "v1")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="pull() does not ask whether the session was finalised: bytes that land after the post-load "
+    "processing are committed without it",
+)
+def test_nothing_is_pulled_after_the_end_of_the_session(fragile: Engine) -> None:
+    assert good(fragile.begin())
+    send(fragile)
+    assert good(fragile.call("finalise", "s1", False))
+    for error in send(fragile):
+        assert isinstance(error, EngineStateError)

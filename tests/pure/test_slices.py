@@ -174,7 +174,13 @@ def pairs(draw: st.DrawFn) -> tuple[Slice, Slice]:
     return one(), one()
 
 
+ROWS = Slice(0, (5, 2), (2, 1)), Slice(3, (5, 2), (1, 9))
+
+
 @given(pairs(), st.integers(1, 40))
+@example(ROWS, 4)  # two rows at a time leave one
+@example(ROWS, 1)  # less than a row
+@example(ROWS, 3)
 def test_split_pair_covers_exactly_in_order_within_the_limit(
     pair: tuple[Slice, Slice], limit: int
 ) -> None:

@@ -37,7 +37,7 @@ def test_release_agrees_with_packaging(parts: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "version", [f"0.5.{n}" for n in range(16, 24)] + ["0.5.23.post1", "0.5.16.1"]
+    "version", [f"0.5.{n}" for n in range(16, 24)] + ["0.5.23.post1", "0.5.23.1", "0.5.16.1"]
 )
 def test_supported_sglang(version: str) -> None:
     assert in_range(version, *SGLANG_VERSIONS)
