@@ -161,13 +161,19 @@ def bare_model(model: TinyModel) -> Any:
         use_cpu_initialization=False,
         perform_initialization=False,
     )
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
-        vocab_size=model.vocab,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-    ).cuda().to(torch.bfloat16)  # norms are built in float32; Float16Module converts them
+    return (
+        GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(
+                qk_layernorm=True, normalization="RMSNorm"
+            ),
+            vocab_size=model.vocab,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+        )
+        .cuda()
+        .to(torch.bfloat16)
+    )  # norms are built in float32; Float16Module converts them
 
 
 def summary(reports: list[Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from sglang_rdt.errors import RdtError
+from sglang_rdt.errors import RdtError, TrainerLostError
 
 T = TypeVar("T")
 
@@ -40,6 +40,8 @@ class TrainerGroup:
 
     def __init__(self, timeout_s: float) -> None:
         self._group = None
+        self._timeout_s = timeout_s
+        self._closed = False
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -57,7 +59,7 @@ class TrainerGroup:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        self._meet(lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
     def broadcast(self, value: T) -> T:
@@ -65,8 +67,21 @@ class TrainerGroup:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        self._meet(lambda: dist.broadcast_object_list(box, src=0, group=self._group))
         return box[0]
+
+    def _meet(self, run: Callable[[], None]) -> None:
+        if self._closed:
+            raise RdtError("this WeightSync is closed; make a new one")
+        try:
+            run()
+        except RuntimeError as error:
+            if isinstance(error, RdtError):
+                raise
+            raise TrainerLostError(
+                f"trainer rank {self.rank} lost touch with the other {self.size - 1}: one of them "
+                f"died, or did not come within {self._timeout_s:g} s ({str(error).splitlines()[0]})"
+            ) from None
 
     def together(self, run: Callable[[], T]) -> T:
         """Runs ``run`` on every rank. If it fails on any, every rank raises, and says which."""
@@ -100,6 +115,7 @@ class TrainerGroup:
 
     def close(self) -> None:
         """Gives the group up."""
+        self._closed = True
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

@@ -25,7 +25,13 @@ from sglang_rdt.coordinator import calls, discovery
 from sglang_rdt.coordinator.coordinator import Coordinator, compare_checksums
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.coordinator.phases import PhaseTimer, SyncReport, human_bytes, slowest
-from sglang_rdt.errors import ExportError, RdtError, SyncError, VerifyError
+from sglang_rdt.errors import (
+    EngineNotFoundError,
+    ExportError,
+    RdtError,
+    SyncError,
+    VerifyError,
+)
 from sglang_rdt.plan.planner import Plan
 from sglang_rdt.plan.specs import TensorSpec, TrainerRank
 from sglang_rdt.settings import Settings
@@ -80,6 +86,9 @@ class WeightSync:
         self._senders: list[RouteSender] = []
         self._connected = False
         self._steps = 0
+        self._closed = False
+        self._open_sync: str | None = None  # on rank 0: begun, and neither committed nor given up
+        self._engine_names: tuple[str, ...] = ()
         self.last_report: SyncReport | None = None
         self._remove_listener = (
             hooks.add_listener(self.on_step, optimizer) if optimizer is not None else lambda: None
@@ -122,8 +131,9 @@ class WeightSync:
         plan = self._group.lead(lambda: self._lead_connect(trainers))
         self._senders = self._group.together(lambda: self._make_senders(plan))
         self._connected = True
+        self._engine_names = tuple(sorted({r.target.engine for r in plan.routes}))
         if self._group.leads:
-            engines = sorted({r.target.engine for r in plan.routes})
+            engines = self._engine_names
             logger.info(
                 "connected to %s: %d HF tensors, %s per sync over %d routes, in %.1f s",
                 ", ".join(engines),
@@ -146,6 +156,8 @@ class WeightSync:
             raise
 
     def _find_engines(self) -> list[Engine]:
+        if self._wanted_engines is not None and not self._wanted_engines:
+            raise EngineNotFoundError("engines=[] names no engine; leave it out for all there are")
         if self._wanted_engines is None:
             return discovery.find_engines(namespace=self._namespace)
         given = [e for e in self._wanted_engines if isinstance(e, Engine)]
@@ -176,12 +188,32 @@ class WeightSync:
                 that are not in ``failures`` serve the new version.
         """
         version = str(version)
+        if self._closed:
+            raise RdtError("this WeightSync is closed; make a new one")
         if not self._connected:
             self.connect()
+        try:
+            report = self._sync(version)
+        except BaseException as error:
+            # Nobody else would tell the engines before their stall timeout.
+            if self._coordinator is not None and self._open_sync is not None:
+                engines = dict.fromkeys(self._coordinator.engines, calls.short(error))
+                self._coordinator.abort(self._open_sync, engines)
+            self._open_sync = None
+            self._connected = False
+            raise
+        self.last_report = report
+        if report.failures:
+            # An engine that died may be back under its name: look again next time.
+            self._connected = False
+            raise SyncError(version, report.failures)
+        return report
+
+    def _sync(self, version: str) -> SyncReport:
         started = time.perf_counter()
         timer = PhaseTimer()
         with timer.phase("final_params"):
-            make_final(self._chunks, self._optimizer)
+            self._group.together(lambda: make_final(self._chunks, self._optimizer))
         sync_id, failures = self._group.lead(lambda: self._lead_begin(version, timer))
         with torch.no_grad():
             self._move(sync_id, "pull", failures, timer)
@@ -190,19 +222,15 @@ class WeightSync:
         failures = self._group.lead(lambda: self._lead_finalise(sync_id, failures, reports, timer))
         if self.settings.verify == "equal":
             failures = self._verify_equal(sync_id, failures, timer)
-        report = self._group.lead(
+        return self._group.lead(
             lambda: self._lead_commit(sync_id, version, failures, reports, timer, started)
         )
-        self.last_report = report
-        if report.failures:
-            raise SyncError(version, report.failures)
-        return report
 
     # Rank 0 only.
 
     def _lead_begin(self, version: str, timer: PhaseTimer) -> tuple[str, dict[str, str]]:
         assert self._coordinator is not None
-        sync_id = self._coordinator.new_sync_id(f"sync-{version}")
+        sync_id = self._open_sync = self._coordinator.new_sync_id(f"sync-{version}")
         with timer.phase("pause"):
             failures = self._coordinator.begin(sync_id)
             if failures:
@@ -254,6 +282,7 @@ class WeightSync:
                 failures = _merge(failures, self._coordinator.commit(sync_id, version, good))
             begun = {n: w for n, w in failures.items() if not w.startswith("begin:")}
             states = self._coordinator.abort(sync_id, begun) if begun else {}
+        self._open_sync = None
         failures = {
             name: f"{why} (the engine is {states[name]})" if name in states else why
             for name, why in failures.items()
@@ -283,16 +312,21 @@ class WeightSync:
         total = sum(spec.nbytes for spec in self._specs)
         announced = iter(self._specs)
         with Progress(total, f"weight sync {sync_id}", enabled=self._group.leads) as progress:
-            for name, tensor in self._source.export(timer):
-                spec = next(announced, None)
-                wrong = _unlike(spec, name, tensor)
-                if wrong:
+            try:
+                for name, tensor in self._source.export(timer):
+                    spec = next(announced, None)
+                    wrong = _unlike(spec, name, tensor)
+                    if wrong:
+                        for sender in active:
+                            self._failures.setdefault(sender.engine, wrong)
                     for sender in active:
-                        self._failures.setdefault(sender.engine, wrong)
-                for sender in active:
-                    if sender.engine not in self._failures:
-                        self._guard(sender, lambda s=sender, n=name, t=tensor: s.offer(n, t))
-                progress.advance(tensor.numel() * tensor.element_size())
+                        if sender.engine not in self._failures:
+                            self._guard(sender, lambda s=sender, n=name, t=tensor: s.offer(n, t))
+                    progress.advance(tensor.numel() * tensor.element_size())
+            except Exception as error:
+                logger.exception("the export failed on trainer rank %d", self._group.rank)
+                why = f"the export failed on trainer rank {self._group.rank}: {calls.short(error)}"
+                self._failures = dict.fromkeys(self._engine_names, why)
         for sender in active:
             if sender.engine not in self._failures:
                 self._guard(sender, sender.finish)
@@ -340,6 +374,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Gives staging memory, references and the listener back. Collective."""
+        self._closed = True
         self._remove_listener()
         self._disconnect()
         self._group.close()

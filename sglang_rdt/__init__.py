@@ -4,9 +4,17 @@ Importing this package switches the SGLang patches on (see :mod:`sglang_rdt.acti
 imports neither torch, Ray, SGLang nor Megatron; each patch waits for its module to be imported.
 """
 
+import sys
+
 from sglang_rdt.activation import activate
+from sglang_rdt.errors import SettingError
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "activate"]
 
-activate()
+try:
+    activate()
+except SettingError as error:
+    if sys.argv[0].endswith("sglang-rdt"):  # the command says it in one line
+        sys.exit(f"sglang-rdt: {error}")
+    raise

@@ -119,6 +119,10 @@ class ExportError(RdtError):
     """The trainer's bridge yields something other than what it announced."""
 
 
+class TrainerLostError(RdtError):
+    """A trainer rank died, or did not come to a point where all ranks meet, in time."""
+
+
 class VerifyError(RdtError):
     """After a sync, bytes differ between trainer and engine; lists every parameter and rank."""
 

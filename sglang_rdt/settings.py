@@ -20,6 +20,9 @@ from sglang_rdt.errors import SettingError
 VerifyMode = Literal["off", "checksum", "equal"]
 PauseMode = Literal["retract", "in_place"]
 
+# Smaller ones only make calls.
+MIN_BUCKET_BYTES = 1 << 16
+
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 _SIZE = re.compile(r"(\d+)\s*([kmg]i?b?|b)?", re.IGNORECASE)
@@ -254,7 +257,18 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
     for name in environ:
         if name.startswith(("SGLANG_RDT_", "MEGATRON_RDT_")) and name not in known:
             raise SettingError(name, environ[name], "no such setting; see `sglang-rdt settings`")
-    return Settings(**values)
+    settings = Settings(**values)
+    if settings.bucket_bytes < MIN_BUCKET_BYTES:
+        raise SettingError(
+            "SGLANG_RDT_BUCKET_BYTES", str(settings.bucket_bytes), f"at least {MIN_BUCKET_BYTES}"
+        )
+    if settings.stall_timeout_s < settings.phase_timeout_s:
+        raise SettingError(
+            "SGLANG_RDT_STALL_TIMEOUT_S",
+            f"{settings.stall_timeout_s:g}",
+            f"an engine would give up before one phase may end ({settings.phase_timeout_s:g} s)",
+        )
+    return settings
 
 
 def table() -> list[tuple[str, str, str]]:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_rdt import settings as settings_module
+from sglang_rdt.errors import EngineNotFoundError
 
 
 def show(address: str | None, namespace: str | None) -> None:
@@ -22,12 +23,13 @@ def show(address: str | None, namespace: str | None) -> None:
 
     settings = settings_module.load()
     space = namespace or settings.namespace
-    ray.init(
-        address=address or settings.ray_address,
-        namespace=space,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
+    where = address or settings.ray_address
+    try:
+        ray.init(address=where, namespace=space, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise EngineNotFoundError(
+            f"no Ray cluster to join at {where!r}: {str(error).splitlines()[0]}"
+        ) from None
     table = Table("engine", "rank", "state", "weight version", "syncs", "node", "SGLang", "note")
     for engine in find_engines(namespace=space):
         for rank, status in zip(engine.ranks, engine.status(), strict=True):

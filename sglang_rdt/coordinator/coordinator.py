@@ -53,6 +53,7 @@ class Coordinator:
             pause_mode=s.pause_mode if purpose == "sync" else "in_place",
             flush=s.flush and purpose == "sync",
             stall_timeout_s=s.stall_timeout_s,
+            begin_timeout_s=s.phase_timeout_s if purpose == "sync" else s.connect_timeout_s,
         )
 
     def connect(self, trainers: Sequence[TrainerRank]) -> Plan:

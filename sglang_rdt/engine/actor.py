@@ -65,6 +65,7 @@ class RdtSchedulerActor:
         self._session = RankSession(self._control, self._gate, who)
         self._stall_timeout_s = settings.stall_timeout_s
         self.scheduler._request_dispatcher += TypeBasedDispatcher([(LoopCall, self._on_loop_call)])
+        self._guard_pause_and_continue()
 
     def _make_identity(self, given: dict[str, Any]) -> EngineRank:
         args = self.scheduler.server_args
@@ -86,6 +87,29 @@ class RdtSchedulerActor:
         )
 
     # Event-loop thread.
+
+    def _guard_pause_and_continue(self) -> None:
+        """The user's own pause and continue go through us: a dirty engine must not be resumed.
+
+        Source: sglang.utils.TypeBasedDispatcher, the same from 0.5.16 to 0.5.23.
+        """
+        from sglang.srt.managers.io_struct import (
+            ContinueGenerationReqInput,
+            PauseGenerationReqInput,
+        )
+
+        handlers = self.scheduler._request_dispatcher._mapping
+        pause, resume = handlers[PauseGenerationReqInput], handlers[ContinueGenerationReqInput]
+
+        def guarded_pause(request: Any) -> Any:
+            self._session.user_paused(True)
+            return pause(request)
+
+        def guarded_continue(request: Any) -> Any:
+            return resume(request) if self._session.user_paused(False) else None
+
+        handlers[PauseGenerationReqInput] = guarded_pause
+        handlers[ContinueGenerationReqInput] = guarded_continue
 
     def _on_loop_call(self, call: LoopCall) -> None:
         self._gate.handle(call)
@@ -134,13 +158,15 @@ class RdtSchedulerActor:
             DeadlineError: the event loop did not get to it.
         """
         if self._gate.parked:
-            self._command(lambda: self._session.refuse(request))
+            # On this thread: a caller that is refused must not look like a sign of life to the
+            # sync under way.
+            self._session.refuse(request)
 
         def begin() -> None:
             self._session.begin(request)
             self._stall_timeout_s = request.stall_timeout_s
 
-        self._gate.enter(request.sync_id, begin, self._phase_timeout_s)
+        self._gate.enter(request.sync_id, begin, request.begin_timeout_s)
         return self.rdt_identity()
 
     def record_load(self, sync_id: str, hf_specs: Sequence[TensorSpec]) -> Recording:
@@ -154,7 +180,7 @@ class RdtSchedulerActor:
             self._session.require(sync_id)
             return self._session.weights.record(hf_specs)
 
-        return self._command(record)
+        return self._command(record, sync_id)
 
     def register_weights(self, sync_id: str) -> int:
         """Registers the parameters' memory with NIXL, once; how many storages were new."""
@@ -163,7 +189,7 @@ class RdtSchedulerActor:
             self._session.require(sync_id)
             return self._session.weights.register()
 
-        return self._command(register)
+        return self._command(register, sync_id)
 
     def pull_weights(
         self,
@@ -187,9 +213,9 @@ class RdtSchedulerActor:
         """
         (ref,) = refs
         timeout = timeout_s or self._phase_timeout_s
+        current = self._sync_id(sync_id)
         return self._command(
-            lambda: self._session.pull(self._sync_id(sync_id), ref, names_or_slices, timeout),
-            timeout,
+            lambda: self._session.pull(current, ref, names_or_slices, timeout), current, timeout
         )
 
     def compare_weights(
@@ -201,11 +227,13 @@ class RdtSchedulerActor:
         """Compares live bytes with tensors behind a reference; one line per difference."""
         (ref,) = refs
 
+        current = self._sync_id(sync_id)
+
         def compare() -> list[str]:
-            self._session.require(self._sync_id(sync_id))
+            self._session.require(current)
             return self._session.weights.compare(ref, names_or_slices, self._phase_timeout_s)
 
-        return self._command(compare)
+        return self._command(compare, current)
 
     def finalise(self, sync_id: str, checksum: bool) -> dict[str, int]:
         """After the last pull: constants and post-load processing, then checksums if asked."""
@@ -215,16 +243,18 @@ class RdtSchedulerActor:
             self._session.finalise(sync_id)
             return sums
 
-        return self._command(run)
+        return self._command(run, sync_id)
 
     def checksum(self, sync_id: str | None = None) -> dict[str, int]:
         """Additive checksum of every recorded parameter (see :mod:`sglang_rdt.checksum`)."""
 
+        current = self._sync_id(sync_id)
+
         def run() -> dict[str, int]:
-            self._session.require(self._sync_id(sync_id))
+            self._session.require(current)
             return self._session.weights.checksums()
 
-        return self._command(run)
+        return self._command(run, current)
 
     def end_sync(self, sync_id: str, version: str | None) -> EngineRank:
         """Ends the sync: with a version, sets it and resumes; without one (connect), just resumes."""
@@ -236,7 +266,7 @@ class RdtSchedulerActor:
             else:
                 self._session.commit(sync_id, version)
 
-        self._command(end)
+        self._command(end, sync_id)
         return self.rdt_identity()
 
     def abort_sync(self, sync_id: str, why: str) -> str:
@@ -246,7 +276,7 @@ class RdtSchedulerActor:
             self._session.require(sync_id)
             return self._session.abort(why)
 
-        return self._command(abort)
+        return self._command(abort, sync_id)
 
     def read_weights(self, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Copies of live parameters on the CPU, for tests and debugging: name -> tensor."""
@@ -258,10 +288,12 @@ class RdtSchedulerActor:
             return given
         request = self._session.request
         if request is None:
-            raise EngineStateError(f"{self._identity} is in no sync; begin_sync first")
+            raise EngineStateError(f"{self._identity} is not in a weight sync; begin_sync first")
         return request.sync_id
 
-    def _command(self, run: Callable[[], T], timeout_s: float | None = None) -> T:
+    def _command(self, run: Callable[[], T], sync_id: str, timeout_s: float | None = None) -> T:
+        if self._gate.parked:
+            self._session.require(sync_id)  # refused before it reaches the loop, see begin_sync
         return self._gate.command(run, timeout_s or self._phase_timeout_s)
 
 

@@ -13,6 +13,7 @@ no for all.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -24,6 +25,8 @@ from typing import Any, TypeVar
 
 from sglang_rdt.engine import loop_inbox
 from sglang_rdt.errors import DeadlineError, EngineStateError
+
+logger = logging.getLogger("sglang_rdt")
 
 T = TypeVar("T")
 
@@ -45,7 +48,11 @@ class _Call:
         try:
             self.future.set_result(self.run())
         except BaseException as error:
-            self.future.set_exception(error)
+            # Without its frames: they would keep what failed (NIXL handles) alive in a cycle, to
+            # be freed by the garbage collector on some other thread.
+            logger.debug("a call on the event loop failed", exc_info=True)
+            error.__context__ = error.__cause__ = None
+            self.future.set_exception(error.with_traceback(None))
 
 
 class LoopGate:

@@ -62,9 +62,10 @@ class RankSession:
             if request.flush:
                 self._control.flush()
             self._control.drain()
+            self._control.begin_session()
+            # In their loadable form, in which they were recorded.
             if request.purpose == "sync" and self.weights.recording is not None:
                 self.weights.check_addresses()
-            self._control.begin_session()
 
         problem = self._attempt("begin", prepare)
         if not self._control.vote(problem is None):
@@ -80,6 +81,19 @@ class RankSession:
         self._status.sync_id, self._status.owner = request.sync_id, request.owner
         self._status.bytes_landed = 0
 
+    def user_paused(self, paused: bool) -> bool:
+        """The user pauses or continues generation himself; whether a continue may go ahead.
+
+        A dirty engine stays paused; it goes on after the sync that makes it whole, if the user
+        wants it to run by then.
+        """
+        if self._status.state == "current":
+            return True
+        self._was_paused = paused
+        if not paused:
+            logger.error("%s is not resumed: %s", self._who, self._status.detail)
+        return paused
+
     def _attempt(self, what: str, run: Callable[[], None]) -> RdtError | None:
         """Runs ``run``; its error, for the ranks to vote on."""
         try:
@@ -92,9 +106,16 @@ class RankSession:
         return None
 
     def _undo_begin(self, was_paused: bool, had_session: bool) -> None:
+        problem = None
         if self._control.session_open and not had_session:
-            self._attempt("undoing begin", self._control.end_session)
-        if self._control.paused and not was_paused:
+            problem = self._attempt("undoing begin", self._control.end_session)
+        if not self._control.vote(problem is None):
+            self._was_paused = was_paused
+            why = problem or "on another rank"
+            self._status.state = "dirty"
+            self._status.detail = f"a refused sync could not be undone: {why}"
+            logger.error("%s is dirty and stays paused: %s", self._who, self._status.detail)
+        elif self._control.paused and not was_paused:
             self._control.resume()
 
     def refuse(self, request: SyncRequest) -> None:
@@ -128,6 +149,8 @@ class RankSession:
     def pull(self, sync_id: str, ref: Any, what: Sequence[str | Target], timeout_s: float) -> int:
         """Pulls one reference into live parameters; bytes moved."""
         self.require(sync_id, writing=True)
+        if self._finalised:
+            raise EngineStateError(f"{self._who}: sync {sync_id} was finalised; no pull may follow")
         # Resolve first: a bad slice is refused while the weights are still whole.
         self.weights.resolve(what)
         # From here on a failure may leave half of a parameter.

@@ -290,6 +290,11 @@ class _Snapshot:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self._modules = [
+            (_join(prefix, name), module._modules, name, child)
+            for prefix, module in model.named_modules()
+            for name, child in module._modules.items()
+        ]
         self._held: list[tuple[str, Any, str, Any, Any]] = [
             (_join(prefix, name), table, name, tensor, None if tensor is None else tensor.data)
             for prefix, table in self._tables()
@@ -304,6 +309,17 @@ class _Snapshot:
     def restore(self) -> list[str]:
         """Puts back what was replaced or added; the names of those tensors."""
         changed = []
+        for full, modules, name, child in self._modules:
+            if modules.get(name) is not child:
+                modules[name] = child
+                changed.append(full)
+        known_modules = {(id(modules), name) for _, modules, name, _ in self._modules}
+        for prefix, module in list(self._model.named_modules()):
+            for name in [
+                n for n in module._modules if (id(module._modules), n) not in known_modules
+            ]:
+                del module._modules[name]
+                changed.append(_join(prefix, name))
         for full, table, name, tensor, data in self._held:
             if table.get(name) is not tensor:
                 table[name] = tensor

@@ -22,6 +22,7 @@ class SyncRequest:
     pause_mode: str = "retract"
     flush: bool = True
     stall_timeout_s: float = 300.0
+    begin_timeout_s: float = 120.0
 
 
 @dataclass

@@ -31,7 +31,11 @@ def union_of_specs(
     union: dict[str, TensorSpec] = {}
     problems = []
     for specs in ranks:
+        seen: set[str] = set()
         for spec in specs:
+            if spec.name in seen:
+                problems.append(f"{spec.name}: one trainer rank yields it twice")
+            seen.add(spec.name)
             known = union.setdefault(spec.name, spec)
             if known != spec:
                 problems.append(

@@ -11,6 +11,9 @@ from sglang_rdt.plan.buckets import Round, pack
 from sglang_rdt.plan.routing import route
 from sglang_rdt.plan.specs import EngineRank, EngineRankLayout, TensorSpec, TrainerRank
 
+# Each round is an RDT object and a call.
+MAX_ROUNDS = 20_000
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -110,6 +113,14 @@ def make_plan(
             {p.name: p for p in layout.params},
             bucket_bytes,
         )
+        if len(rounds) > MAX_ROUNDS:
+            raise PlanError(
+                "the staging bucket is too small",
+                [
+                    f"{ranks[target]}: {len(rounds)} rounds of {bucket_bytes} bytes, more than "
+                    f"{MAX_ROUNDS}; raise SGLANG_RDT_BUCKET_BYTES"
+                ],
+            )
         if rounds:
             routes.append(Route(trainers[source].rank, ranks[target], rounds))
     return Plan(tuple(routes), casts, specs)

@@ -99,13 +99,18 @@ def pull(ref: Any, targets: Sequence[torch.Tensor], timeout_s: float) -> None:
     held = list(targets)
     if not held:
         return
+    failure: TransportError | DeadlineError | None = None
+    got: list[torch.Tensor] = []
     try:
         set_target_for_ref(ref, held)
         got = ray.get(ref, timeout=timeout_s)
     except (GetTimeoutError, TimeoutError):
-        raise DeadlineError("the NIXL transfer", "pull", timeout_s) from None
+        failure = DeadlineError("the NIXL transfer", "pull", timeout_s)
     except Exception as error:
-        raise TransportError(f"pulling {len(held)} tensors failed: {error}") from error
+        failure = TransportError(f"pulling {len(held)} tensors failed: {error}")
+    if failure is not None:
+        # Outside of the handler: the original holds the transfer's handle through its frames.
+        raise failure
     for target, result in zip(held, got, strict=True):
         if target.data_ptr() != result.data_ptr():
             raise TransportError(

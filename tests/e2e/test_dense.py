@@ -104,7 +104,7 @@ def test_a_users_own_generator_is_a_source(
     group.attach(
         SETTINGS,
         on_step=False,
-        engines=[served.address],
+        engines=[served.engine],  # by handle
         generator=lambda rank: rank.trainer.reference_hf_state().items(),
     )
     group.on_all(lambda rank: rank.sync.sync("generated"))

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,10 @@ from sglang_rdt.engine import loop_inbox
 from sglang_rdt.engine.actor import RdtSchedulerActor
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.rank_session import RankSession
+from sglang_rdt.engine.recorder import record_load
 from sglang_rdt.engine.sync_request import RankStatus, SyncRequest
 from sglang_rdt.errors import EngineStateError
+from sglang_rdt.plan.specs import TensorSpec
 
 from .builders import engine_rank
 
@@ -204,6 +206,14 @@ class TinyModel(torch.nn.Module):
         self.e.data[2:].fill_(0)
 
 
+@cache
+def warm_up() -> None:
+    """Torch imports hundreds of modules at the first recording; not while loops and deadlines run."""
+    record_load(
+        TinyModel(), [TensorSpec("w", (4, 3), "float32"), TensorSpec("e", (2, 2), "float32")]
+    )
+
+
 @dataclass
 class Rank:
     """One actor with everything behind it."""
@@ -231,6 +241,7 @@ class Engine:
     ranks: list[Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        warm_up()
         self.group = Group(self.size, self.hang_s)
         for tp in range(self.size):
             model = TinyModel()

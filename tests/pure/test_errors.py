@@ -11,6 +11,7 @@ from sglang_rdt.coordinator.calls import CallFailures
 from sglang_rdt.errors import RdtError, listed
 
 MADE = [
+    errors.TrainerLostError("rank 1 is gone"),
     RdtError("plain"),
     errors.SettingError("SGLANG_RDT", "x", "expected a flag"),
     errors.UnsupportedVersionError("sglang", "9.9", "0.5.16 to 0.5.23"),

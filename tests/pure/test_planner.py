@@ -237,6 +237,8 @@ def trainers_of(draw: st.DrawFn, specs: dict[str, TensorSpec]) -> list[TrainerRa
 
 
 def view(memory: Array, s: Slice) -> Array:
+    assert s.offset >= 0
+    assert s.offset + sum((n - 1) * t for n, t in zip(s.shape, s.stride, strict=True)) < memory.size
     item = memory.dtype.itemsize
     return as_strided(memory[s.offset :], s.shape, tuple(t * item for t in s.stride))
 

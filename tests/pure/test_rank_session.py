@@ -868,12 +868,6 @@ def test_a_dirty_rank_keeps_its_first_cause(fragile: Engine) -> None:
 # Faults that there are.
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="check_addresses() runs before begin_session(): a model whose session brings parameters into "
-    "another form (trtllm bf16 MoE, WNA16) is compared in its packed form with the recorded loadable "
-    "one, so every sync is refused with 'connect again'",
-)
 def test_parameters_that_a_session_unpacks(fragile: Engine) -> None:
     for r in fragile.ranks:
 
@@ -895,11 +889,6 @@ def test_parameters_that_a_session_unpacks(fragile: Engine) -> None:
     assert torch.equal(fragile.ranks[1].model.w, NEW_W.t())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="if begin is undone and the session that it opened cannot be ended, the rank goes on "
-    "generating with unpacked weights, and refuses every later sync for 'somebody else's session'",
-)
 def test_a_begin_that_cannot_be_undone_does_not_run_on_an_open_session(fragile: Engine) -> None:
     fragile.ranks[1].control.fail["flush"] = EngineBusyError("busy")
     fragile.ranks[0].control.fail["end_session"] = EngineStateError("post-load processing failed")
@@ -910,11 +899,6 @@ def test_a_begin_that_cannot_be_undone_does_not_run_on_an_open_session(fragile: 
     check_running(fragile, "v1")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="pull() does not ask whether the session was finalised: bytes that land after the post-load "
-    "processing are committed without it",
-)
 def test_nothing_is_pulled_after_the_end_of_the_session(fragile: Engine) -> None:
     assert good(fragile.begin())
     send(fragile)

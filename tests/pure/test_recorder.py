@@ -481,11 +481,6 @@ def test_refusals_name_the_hf_tensor_behind_several_results() -> None:
         record(Model(load, p=(4, 3)), hf(hf_name=(4, 3)))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a loader that replaces a whole module is refused, but the new module stays, its parameters "
-    "deleted",
-)
 def test_a_replaced_module_is_refused_and_put_back() -> None:
     def load(m: Model, w: Weights) -> None:
         m.embed = Vocabulary(8, 5)

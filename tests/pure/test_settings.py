@@ -120,15 +120,16 @@ VALUES = {
     "namespace": st.none() | TEXT,
     "hf_config": st.none() | TEXT,
     "ray_address": TEXT,
-    "bucket_bytes": st.integers(1, 1 << 50),
+    "bucket_bytes": st.integers(1 << 16, 1 << 50),
     "verify": st.sampled_from(["off", "checksum", "equal"]),
     "pause_mode": st.sampled_from(["retract", "in_place"]),
     "export_every": st.integers(0, 10**9),
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
     **dict.fromkeys(
-        ["connect_timeout_s", "phase_timeout_s", "stall_timeout_s"],
-        st.floats(1e-6, 1e8, allow_nan=False),
+        ["connect_timeout_s", "phase_timeout_s"],
+        st.floats(1e-6, 1e4, allow_nan=False),
     ),
+    "stall_timeout_s": st.floats(1e4, 1e8, allow_nan=False),
 }
 
 
