@@ -868,7 +868,8 @@ def test_a_dirty_rank_keeps_its_first_cause(fragile: Engine) -> None:
 # Faults that there are.
 
 
-def test_parameters_that_a_session_unpacks(fragile: Engine) -> None:
+def test_parameters_that_a_session_moves_are_refused(fragile: Engine) -> None:
+    """A model that unpacks into new memory in every session: refused by name, and put back."""
     for r in fragile.ranks:
 
         def begin(selector: str = "all", r: Any = r, begin: Any = r.control.begin_session) -> None:
@@ -883,10 +884,11 @@ def test_parameters_that_a_session_unpacks(fragile: Engine) -> None:
         r.model.w.data = r.model.w.data.t().contiguous()  # at rest: packed
         r.control.begin_session, r.control.end_session = begin, end  # type: ignore[method-assign]
     connect(fragile)
-    for n in (1, 2):
-        full_sync(fragile, f"s{n}", f"v{n}")
-        check_running(fragile, f"v{n}")
-    assert torch.equal(fragile.ranks[1].model.w, NEW_W.t())
+    packed = fragile.ranks[0].model.w.data.clone()
+    for error in fragile.begin():
+        assert "1 parameters moved since the trainer connected (w)" in str(error)
+    check_running(fragile)
+    assert torch.equal(fragile.ranks[0].model.w.data, packed)
 
 
 def test_a_begin_that_cannot_be_undone_does_not_run_on_an_open_session(fragile: Engine) -> None:
