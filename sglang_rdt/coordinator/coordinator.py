@@ -24,6 +24,10 @@ from sglang_rdt.settings import Settings
 
 logger = logging.getLogger("sglang_rdt")
 
+# The engine's own deadline comes first: it says more, and a call that it cancelled cannot begin
+# after the coordinator has given up.
+GRACE_S = 5.0
+
 # (engine rank as text, parameter) -> additive checksum of what the trainer sent there.
 Expected = Mapping[tuple[str, str], int]
 
@@ -96,7 +100,7 @@ class Coordinator:
         timeout = self._settings.connect_timeout_s
 
         def call(method: str, *args: Any) -> list[Any]:
-            return engine.call(method, *args, timeout_s=timeout, phase=method)
+            return engine.call(method, *args, timeout_s=timeout + GRACE_S, phase=method)
 
         call("begin_sync", self._request(sync_id, "connect"))
         params = call("describe")
@@ -170,7 +174,7 @@ class Coordinator:
         started = {name: start(self.engines[name]) for name in chosen}
         failures: dict[str, str] = {}
         for name, refs in started.items():
-            results, errors = calls.settle(refs, self._settings.phase_timeout_s, phase)
+            results, errors = calls.settle(refs, self._settings.phase_timeout_s + GRACE_S, phase)
             if errors:
                 failures[name] = f"{phase}: " + "; ".join(
                     f"{who}: {calls.short(e)}" for who, e in errors.items()

@@ -158,6 +158,38 @@ def _other_bytes_every_time(rank: Any) -> Any:
     return state.items()
 
 
+def _user_continues(host: Any) -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    manager = host.engine.tokenizer_manager
+    host.engine.loop.run_until_complete(manager.continue_generation(ContinueGenerationReqInput()))
+
+
+def _raises_on_rank_1(rank: Any) -> Any:
+    count = rank.__dict__.setdefault("exports", 0)
+    rank.exports = count + 1
+    for i, item in enumerate(rank.trainer.reference_hf_state().items()):
+        if count and i == 5 and rank.trainer.rank == 1:
+            raise ValueError("no more today")
+        yield item
+
+
+def test_an_export_that_raises_on_one_rank_is_named_on_all(
+    engines: EnginePool, trainers: TrainerPool
+) -> None:
+    served = engines.get(DENSE_TP2)
+    group = trainers.get(MODEL, Layout(tp=2), seed=5)
+    group.attach(SETTINGS, on_step=False, engines=[served.address], generator=_raises_on_rank_1)
+    with pytest.raises(
+        SyncError, match="export failed on trainer rank 1: ValueError: no more today"
+    ):
+        group.on_all(lambda rank: rank.sync.sync("half"))
+    group.attach(SETTINGS, on_step=False, engines=[served.address])
+    group.on_all(lambda rank: rank.sync.sync("again"))
+    assert_engine_holds(MODEL, group.weights(), served)
+    assert served.generate(proof.PROMPT, 1)[1] == "again"
+
+
 def test_bytes_that_differ_leave_a_dirty_engine_that_only_a_full_sync_heals(
     engines: EnginePool, trainers: TrainerPool
 ) -> None:
@@ -172,7 +204,8 @@ def test_bytes_that_differ_leave_a_dirty_engine_that_only_a_full_sync_heals(
         assert status.state == "dirty"
         assert status.version == label
         assert "sync-torn" in status.detail
-    # It serves nothing: a request waits.
+    # It serves nothing, not even if its user resumes it: a request waits.
+    served._get(served.host.call.remote(_user_continues))
     waiting = served.start_generate(proof.PROMPT, 3)
     import ray
 
