@@ -14,15 +14,11 @@ import torch
 from sglang_rdt import checksum as checksums
 from sglang_rdt.coordinator import calls
 from sglang_rdt.coordinator.phases import PhaseTimer
+from sglang_rdt.dtypes import torch_dtype
 from sglang_rdt.errors import DeadlineError, ExportError
 from sglang_rdt.plan.buckets import Piece, Round, Target
 from sglang_rdt.plan.planner import Route
 from sglang_rdt.transport import nixl
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``."""
-    return getattr(torch, name)
 
 
 class RouteSender:

@@ -25,6 +25,7 @@ from sglang_rdt.coordinator import calls, discovery
 from sglang_rdt.coordinator.coordinator import Coordinator, compare_checksums
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.coordinator.phases import PhaseTimer, SyncReport, human_bytes, slowest
+from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import (
     EngineNotFoundError,
     ExportError,
@@ -400,7 +401,7 @@ def _unlike(spec: TensorSpec | None, name: str, tensor: torch.Tensor) -> str | N
     """Why an exported tensor is not what was announced, or None."""
     if spec is None:
         return f"the export yields {name}, more than it announced"
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     if (spec.name, spec.shape, spec.dtype) != (name, tuple(tensor.shape), dtype):
         return (
             f"the export yields {name} {dtype}{list(tensor.shape)} where it announced "

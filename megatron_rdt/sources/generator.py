@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.plan.specs import TensorSpec
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ class GeneratorSource:
         """Names, shapes and dtypes of one export, which is run and thrown away."""
         if self._specs is None:
             self._specs = [
-                TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))
-                for name, t in self._make()
+                TensorSpec(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in self._make()
             ]
         return self._specs
 

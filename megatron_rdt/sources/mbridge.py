@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import ExportError
 from sglang_rdt.plan.specs import TensorSpec
 
@@ -140,9 +141,7 @@ class MBridgeSource:
         for local in self._params:
             meta = torch.empty(local.tensor.shape, dtype=local.tensor.dtype, device="meta")
             for name, tensor in self._convert(local, [meta] * local.group_size):
-                specs.append(
-                    TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                )
+                specs.append(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype)))
         return specs
 
     def export(self, timer: PhaseTimer) -> Iterator[tuple[str, torch.Tensor]]:

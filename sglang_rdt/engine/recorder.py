@@ -14,21 +14,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_rdt.dtypes import dtype_name, torch_dtype
 from sglang_rdt.errors import RecordError, listed
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import Constant, ParamSpec, Recording, TensorSpec, Want
 
 _aten = torch.ops.aten
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``."""
-    return getattr(torch, name)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def describe_tensors(model: torch.nn.Module) -> tuple[list[ParamSpec], dict[str, torch.Tensor]]:
