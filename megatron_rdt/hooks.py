@@ -20,11 +20,13 @@ logger = logging.getLogger("megatron_rdt")
 # Classes of megatron.core.optimizer.optimizer whose step() the patch wraps.
 STEP_CLASSES = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 
-# Called after each successful step with the optimizer whose step() it was.
+# Called after each successful step with the optimizer whose step() it was (a guard: before it).
 Listener = Callable[[Any], None]
 
 _depth = threading.local()
 _any_optimizer: list[Listener] = []
+_guards: list[Listener] = []
+_instrumented = False
 # Listeners of one optimizer live on it: a table of ours would keep both alive for ever, since a
 # listener usually knows its optimizer.
 _ATTRIBUTE = "_megatron_rdt_listeners"
@@ -48,6 +50,26 @@ def add_listener(listener: Listener, optimizer: Any | None = None) -> Callable[[
     return remove
 
 
+def add_guard(guard: Listener) -> Callable[[], None]:
+    """Calls ``guard(optimizer)`` before every step of any optimizer; if it raises, there is no step.
+
+    Returns:
+        A function that takes the guard off again.
+    """
+    _guards.append(guard)
+
+    def remove() -> None:
+        if guard in _guards:
+            _guards.remove(guard)
+
+    return remove
+
+
+def guarding() -> bool:
+    """Whether steps go through guards: the patch is on, and Megatron's optimizers were imported."""
+    return _instrumented
+
+
 def step_succeeded(result: Any) -> bool:
     """Whether ``step()`` changed the parameters.
 
@@ -65,6 +87,8 @@ def instrument_optimizers(namespace: MutableMapping[str, Any]) -> None:
         return
     import wrapt
 
+    global _instrumented
+    _instrumented = True
     for name in STEP_CLASSES:
         cls = namespace[name]
         if "step" in vars(cls) and not isinstance(vars(cls)["step"], wrapt.FunctionWrapper):
@@ -74,6 +98,9 @@ def instrument_optimizers(namespace: MutableMapping[str, Any]) -> None:
 
 def _step(wrapped: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
     depth = getattr(_depth, "value", 0)
+    if depth == 0:
+        for guard in list(_guards):
+            guard(optimizer)
     _depth.value = depth + 1
     try:
         result = wrapped(*args, **kwargs)

@@ -62,6 +62,14 @@ class TrainerGroup:
         self._meet(lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
+    def collect(self, value: T) -> list[T]:
+        """Every rank's ``value``, in rank order, on rank 0; empty elsewhere."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.leads else None
+        self._meet(lambda: dist.gather_object(value, values, dst=0, group=self._group))
+        return values or []
+
     def broadcast(self, value: T) -> T:
         """Rank 0's ``value`` on every rank."""
         if self.size == 1:

@@ -59,6 +59,11 @@ class RouteSender:
         return self.route.target.engine
 
     @property
+    def sources(self) -> list[str]:
+        """What must be offered, in this order."""
+        return list(dict.fromkeys(p.source for r in self.route.rounds for p in r.pieces))
+
+    @property
     def staging_bytes(self) -> int:
         """Bytes of registered staging memory."""
         return self._bucket.numel()

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_rdt import cluster, hooks
+from megatron_rdt.background import InBackground
 from megatron_rdt.final_params import make_final
+from megatron_rdt.movers import BucketedMover, DirectMover, Moved, Mover
 from megatron_rdt.parallel import TrainerGroup, coordinates
-from megatron_rdt.progress import Progress
 from megatron_rdt.sender import RouteSender
 from megatron_rdt.sources.base import WeightSource
+from megatron_rdt.sources.holds import Holdings
 from sglang_rdt import settings as settings_module
 from sglang_rdt.coordinator import calls, discovery
 from sglang_rdt.coordinator.coordinator import Coordinator, compare_checksums
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.coordinator.phases import PhaseTimer, SyncReport, human_bytes, slowest
-from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import (
     EngineNotFoundError,
     ExportError,
@@ -33,11 +34,15 @@ from sglang_rdt.errors import (
     SyncError,
     VerifyError,
 )
-from sglang_rdt.plan.planner import Plan
+from sglang_rdt.plan.direct import DirectPlan
+from sglang_rdt.plan.planner import Plan, Route
 from sglang_rdt.plan.specs import TensorSpec, TrainerRank
 from sglang_rdt.settings import Settings
+from sglang_rdt.transport import nixl
 
 logger = logging.getLogger("megatron_rdt")
+
+T = TypeVar("T")
 
 
 class WeightSync:
@@ -84,21 +89,24 @@ class WeightSync:
         self._group = TrainerGroup(2 * self.settings.phase_timeout_s + 60.0)
         self._coordinator: Coordinator | None = None
         self._specs: Sequence[TensorSpec] = ()
-        self._senders: list[RouteSender] = []
+        self._holdings: Holdings | None = None
+        self._memory_ref: Any = None  # what engines read lives as long as this reference
+        self._mover: Mover | None = None
+        self._pending: InBackground[SyncReport] | None = None
         self._connected = False
         self._steps = 0
         self._closed = False
         self._open_sync: str | None = None  # on rank 0: begun, and neither committed nor given up
         self._engine_names: tuple[str, ...] = ()
         self.last_report: SyncReport | None = None
-        self._remove_listener = (
-            hooks.add_listener(self.on_step, optimizer) if optimizer is not None else lambda: None
-        )
+        self._remove_listeners = [hooks.add_guard(self._before_step)]
+        if optimizer is not None:
+            self._remove_listeners.append(hooks.add_listener(self.on_step, optimizer))
 
     @property
     def staging_bytes(self) -> int:
         """Registered staging memory of this rank, in bytes."""
-        return sum(s.staging_bytes for s in self._senders)
+        return self._mover.staging_bytes if self._mover is not None else 0
 
     @property
     def steps(self) -> int:
@@ -111,10 +119,14 @@ class WeightSync:
         every = self.settings.export_every
         if every and self._steps % every == 0:
             self._optimizer = self._optimizer or optimizer
-            self.sync(str(self._steps))
+            self.sync(str(self._steps), wait=not self.settings.overlap)
 
-    def connect(self) -> Plan:
-        """Finds and describes the engines, plans, allocates and registers staging. Collective.
+    def _before_step(self, optimizer: Any) -> None:
+        # Whichever optimizer it is: a sync under way must not see a parameter change.
+        self.wait()
+
+    def connect(self) -> Plan | DirectPlan:
+        """Finds and describes the engines, plans, registers memory, prepares reads. Collective.
 
         Returns:
             The plan of all ranks.
@@ -122,39 +134,136 @@ class WeightSync:
         Raises:
             EngineNotFoundError, RecordError, PlanError, DeadlineError: on all ranks; engines go
                 on serving what they served.
+            ExportError: mode ``direct`` was asked for, and the source cannot say where HF tensors
+                lie; names what it cannot.
         """
+        self.wait()
         started = time.perf_counter()
         self._disconnect()
         self._group.together(lambda: cluster.join(self.settings, self._namespace))
         self._specs = list(self._group.together(self._source.specs))
-        me = TrainerRank(self._group.rank, cluster.node_ip(), tuple(self._specs), coordinates())
-        trainers = self._group.gather(me)
-        plan = self._group.lead(lambda: self._lead_connect(trainers))
-        self._senders = self._group.together(lambda: self._make_senders(plan))
+        self._holdings = self._find_holdings()
+        me = TrainerRank(
+            self._group.rank,
+            cluster.node_ip(),
+            tuple(self._specs),
+            coordinates(),
+            tuple(self._holdings.blocks) if self._holdings else (),
+            tuple(self._holdings.holds) if self._holdings else (),
+        )
+        trainers = self._group.collect(me)
+        plan: Plan | DirectPlan
+        if self._holdings is not None:
+            plan = self._connect_direct(trainers, self._holdings)
+        else:
+            plan = self._connect_bucketed(trainers)
         self._connected = True
-        self._engine_names = tuple(sorted({r.target.engine for r in plan.routes}))
         if self._group.leads:
-            engines = self._engine_names
             logger.info(
-                "connected to %s: %d HF tensors, %s per sync over %d routes, in %.1f s",
-                ", ".join(engines),
+                "connected to %s (%s): %d HF tensors, %s per sync, in %.1f s",
+                ", ".join(self._engine_names),
+                self.mode,
                 len(plan.specs),
                 human_bytes(plan.nbytes),
-                len(plan.routes),
                 time.perf_counter() - started,
             )
         return plan
 
-    def _lead_connect(self, trainers: Sequence[TrainerRank]) -> Plan:
-        self._coordinator = Coordinator(self._find_engines(), self.settings)
+    @property
+    def mode(self) -> str:
+        """``direct`` or ``bucketed``: how the connected sync moves."""
+        return "direct" if self._holdings is not None else "bucketed"
+
+    def _find_holdings(self) -> Holdings | None:
+        """Where HF tensors lie in this rank's memory, if direct mode is wanted and possible."""
+        wanted = self.settings.mode
+        if wanted == "bucketed":
+            return None
+        error: BaseException | None = None
+        found: Holdings | None = None
         try:
-            return self._coordinator.connect(trainers)
-        except calls.CallFailures as error:
-            errors = list(error.failures.values())
-            # One cause on all ranks (the same loader refuses the same tensor): raise it as it is.
-            if errors and all(isinstance(e, RdtError) for e in errors):
-                raise errors[0] from None
+            find = getattr(self._source, "holds", None)
+            if find is None:
+                raise ExportError(
+                    f"{type(self._source).__name__} does not say where HF tensors lie in memory"
+                )
+            found = find()
+        except ExportError as caught:
+            error = caught
+        problems = [p for p in self._group.gather(str(error) if error else None) if p]
+        if not problems:
+            return found
+        if wanted == "direct":
+            raise ExportError(f"direct mode is not possible: {problems[0]}")
+        if self._group.leads:
+            logger.warning("weights go in buckets, since %s", problems[0])
+        return None
+
+    def _connect_bucketed(self, trainers: Sequence[TrainerRank]) -> Plan:
+        plan = self._group.lead(lambda: _plain(lambda: self._coordinate().connect(trainers)))
+        self._engine_names = tuple(sorted({r.target.engine for r in plan.routes}))
+        senders = self._group.together(lambda: self._make_senders(plan.routes_of(self._group.rank)))
+        self._mover = BucketedMover(
+            self._group.rank,
+            self._source,
+            self._specs,
+            senders,
+            self._engine_names,
+            checksum=self.settings.verify == "checksum",
+            draws=self._group.leads,
+        )
+        return plan
+
+    def _connect_direct(self, trainers: Sequence[TrainerRank], holdings: Holdings) -> DirectPlan:
+        # Before the engines pause: registering a model takes a second the first time.
+        ref = self._group.together(lambda: _offer(holdings))
+        plan = self._group.lead(lambda: _plain(lambda: self._coordinate().connect_direct(trainers)))
+        self._engine_names = tuple(sorted({t.engine for t in plan.targets}))
+        lead = self._coordinator
+        senders: list[RouteSender] = []
+        try:
+            sessions = self._group.broadcast(dict(lead.connecting) if lead else {})
+            self._group.together(lambda: self._send_memory(plan, sessions, ref))
+            senders = self._group.together(
+                lambda: self._make_senders(
+                    plan.packed_routes(self._group.rank, self.settings.bucket_bytes)
+                )
+            )
+            self._group.lead(lambda: _plain(lambda: lead.prepare_direct(plan)))  # type: ignore[union-attr]
+        except BaseException as error:
+            for sender in senders:
+                sender.close()
+            if lead is not None:
+                lead.give_up_connect(calls.short(error))
             raise
+        self._memory_ref = ref
+        self._mover = DirectMover(
+            self._group.rank,
+            plan,
+            holdings.tensors,
+            senders,
+            lead,
+            verify=self.settings.verify == "checksum",
+        )
+        return plan
+
+    def _send_memory(self, plan: DirectPlan, sessions: Mapping[str, str], ref: Any) -> None:
+        """This rank's memory to every engine rank that reads from it; references only travel
+        whole inside of Ray calls."""
+        import ray
+
+        refs = {}
+        for i, target in enumerate(plan.targets):
+            if self._group.rank in plan.sources_of(i):
+                actor = ray.get_actor(target.actor_name, namespace=target.namespace)
+                refs[str(target)] = actor.accept_memory.remote(
+                    sessions[target.engine], self._group.rank, [ref]
+                )
+        calls.gather(refs, self.settings.connect_timeout_s, "accept_memory")
+
+    def _coordinate(self) -> Coordinator:
+        self._coordinator = Coordinator(self._find_engines(), self.settings)
+        return self._coordinator
 
     def _find_engines(self) -> list[Engine]:
         if self._wanted_engines is not None and not self._wanted_engines:
@@ -166,35 +275,86 @@ class WeightSync:
         found = discovery.find_engines(addresses, namespace=self._namespace) if addresses else []
         return given + found
 
-    def _make_senders(self, plan: Plan) -> list[RouteSender]:
+    def _make_senders(self, routes: Sequence[Route]) -> list[RouteSender]:
         import ray
 
         senders = []
-        for route in plan.routes_of(self._group.rank):
+        for route in routes:
             target = route.target
             actor = ray.get_actor(target.actor_name, namespace=target.namespace)
             senders.append(RouteSender(route, actor, self._device, self.settings.phase_timeout_s))
         return senders
 
-    def sync(self, version: str | int) -> SyncReport:
+    def sync(self, version: str | int, *, wait: bool = True) -> SyncReport | None:
         """Brings all engines to the present parameters, labelled ``version``. Collective.
 
-        Connects first if need be. Parameters must not change until it returns.
+        Connects first if need be.
+
+        Args:
+            wait: if False, returns as soon as the parameters are final; the sync goes on under
+                the next forward and backward pass. Nothing but ``optimizer.step`` may change
+                parameters: the step hook waits for the sync before the step, or :meth:`wait` does.
 
         Returns:
-            What was done; the same on every rank.
+            What was done, the same on every rank; None with ``wait=False`` (see :meth:`wait`).
 
         Raises:
             SyncError: on all ranks, after every engine was either finished or given up. Engines
-                that are not in ``failures`` serve the new version.
+                that are not in ``failures`` serve the new version. With ``wait=False`` it is
+                raised by :meth:`wait`, and by the next step before it changes anything.
         """
         version = str(version)
         if self._closed:
             raise RdtError("this WeightSync is closed; make a new one")
+        if not wait and not hooks.guarding():
+            raise RdtError(
+                "sync(wait=False) needs the patch `optimizer_step`, which keeps the next step from "
+                "changing parameters under it; it is switched off, or Megatron's optimizers were "
+                "not imported through it"
+            )
+        self.wait()
+        if self._connected:
+            self._reconnect_if_moved()
         if not self._connected:
             self.connect()
+        started = time.perf_counter()
+        timer = PhaseTimer()
+        with timer.phase("final_params"):
+            self._group.together(self._make_final)
+        if wait:
+            return self._finish(version, timer, started)
+        self._pending = InBackground(lambda: self._finish(version, timer, started), self._device)
+        return None
+
+    def wait(self) -> SyncReport | None:
+        """Waits for a sync that was started with ``wait=False``; its report, or None if there is
+        none under way. Collective, as the sync was.
+
+        Raises:
+            SyncError: see :meth:`sync`.
+        """
+        pending, self._pending = self._pending, None
+        return pending.result() if pending is not None else None
+
+    def _make_final(self) -> None:
+        make_final(self._chunks, self._optimizer)
+        if self._device.type == "cuda":
+            # What the optimizer wrote must be in memory before others read it from there.
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _reconnect_if_moved(self) -> None:
+        """Memory that was offloaded, resized or replaced is registered again."""
+        held = self._holdings
+        moved = held is not None and self._source.addresses() != held.addresses  # type: ignore[attr-defined]
+        if any(self._group.gather(moved)):
+            if self._group.leads:
+                logger.warning("parameters moved in memory since the last sync; connecting again")
+            self._connected = False
+
+    def _finish(self, version: str, timer: PhaseTimer, started: float) -> SyncReport:
         try:
-            report = self._sync(version)
+            with torch.no_grad():
+                report = self._sync(version, timer, started)
         except BaseException as error:
             # Nobody else would tell the engines before their stall timeout.
             if self._coordinator is not None and self._open_sync is not None:
@@ -210,17 +370,15 @@ class WeightSync:
             raise SyncError(version, report.failures)
         return report
 
-    def _sync(self, version: str) -> SyncReport:
-        started = time.perf_counter()
-        timer = PhaseTimer()
-        with timer.phase("final_params"):
-            self._group.together(lambda: make_final(self._chunks, self._optimizer))
+    def _sync(self, version: str, timer: PhaseTimer, started: float) -> SyncReport:
+        assert self._mover is not None
         sync_id, failures = self._group.lead(lambda: self._lead_begin(version, timer))
-        with torch.no_grad():
-            self._move(sync_id, "pull", failures, timer)
-        reports = self._group.gather(self._rank_report(timer))
-        failures = _merge(failures, *(r["failures"] for r in reports))
-        failures = self._group.lead(lambda: self._lead_finalise(sync_id, failures, reports, timer))
+        moved = self._mover.move(sync_id, failures, timer)
+        reports = self._group.gather((moved, timer.seconds))
+        failures = _merge(failures, *(m.failures for m, _ in reports))
+        failures = self._group.lead(
+            lambda: self._lead_finalise(sync_id, failures, [m for m, _ in reports], timer)
+        )
         if self.settings.verify == "equal":
             failures = self._verify_equal(sync_id, failures, timer)
         return self._group.lead(
@@ -243,28 +401,30 @@ class WeightSync:
         self,
         sync_id: str,
         failures: dict[str, str],
-        reports: Sequence[dict[str, Any]],
+        moved: Sequence[Moved],
         timer: PhaseTimer,
     ) -> dict[str, str]:
         assert self._coordinator is not None
         good = [name for name in self._coordinator.engines if name not in failures]
         if not good:
             return failures
-        with timer.phase("finalise"):
-            found, new = self._coordinator.finalise(sync_id, good)
-        failures = _merge(failures, new)
+        found = moved[0].finalised
+        if found is None:
+            with timer.phase("finalise"):
+                found, new = self._coordinator.finalise(sync_id, good)
+            failures = _merge(failures, new)
         if self.settings.verify == "checksum":
             with timer.phase("verify"):
-                expected: dict[tuple[str, str], int] = {}
-                for report in reports:
-                    for key, value in report["sums"].items():
-                        expected[key] = (expected.get(key, 0) + value) & ((1 << 64) - 1)
+                total = Moved()
+                for part in moved:
+                    for (target, param), value in part.sums.items():
+                        total.add_sum(target, param, value)
                 names = {
                     str(rank): engine.name
                     for engine in self._coordinator.engines.values()
                     for rank in engine.ranks
                 }
-                failures = _merge(failures, compare_checksums(expected, found, names))
+                failures = _merge(failures, compare_checksums(total.sums, found, names))
         return failures
 
     def _lead_commit(
@@ -272,7 +432,7 @@ class WeightSync:
         sync_id: str,
         version: str,
         failures: dict[str, str],
-        reports: Sequence[dict[str, Any]],
+        reports: Sequence[tuple[Moved, dict[str, float]]],
         timer: PhaseTimer,
         started: float,
     ) -> SyncReport:
@@ -291,9 +451,9 @@ class WeightSync:
         report = SyncReport(
             version=version,
             engines=tuple(n for n in self._coordinator.engines if n not in failures),
-            nbytes=sum(r["nbytes"] for r in reports),
+            nbytes=sum(m.nbytes for m, _ in reports),
             seconds=time.perf_counter() - started,
-            phases=slowest([timer.seconds, *(r["seconds"] for r in reports)]),
+            phases=slowest([timer.seconds, *(seconds for _, seconds in reports)]),
             failures=failures,
             verified=self.settings.verify,
         )
@@ -302,90 +462,63 @@ class WeightSync:
 
     # All ranks.
 
-    def _move(self, sync_id: str, mode: Any, failures: dict[str, str], timer: PhaseTimer) -> None:
-        """One pass over the model. Never raises: the export is collective, so a rank that fails
-        goes on yielding tensors, and reports at the end."""
-        self._failures: dict[str, str] = {}
-        checksum = self.settings.verify == "checksum"
-        active = [s for s in self._senders if s.engine not in failures]
-        for sender in active:
-            sender.start(sync_id, mode, checksum=checksum, timer=timer)
-        total = sum(spec.nbytes for spec in self._specs)
-        announced = iter(self._specs)
-        with Progress(total, f"weight sync {sync_id}", enabled=self._group.leads) as progress:
-            try:
-                for name, tensor in self._source.export(timer):
-                    spec = next(announced, None)
-                    wrong = _unlike(spec, name, tensor)
-                    if wrong:
-                        for sender in active:
-                            self._failures.setdefault(sender.engine, wrong)
-                    for sender in active:
-                        if sender.engine not in self._failures:
-                            self._guard(sender, lambda s=sender, n=name, t=tensor: s.offer(n, t))
-                    progress.advance(tensor.numel() * tensor.element_size())
-            except Exception as error:
-                logger.exception("the export failed on trainer rank %d", self._group.rank)
-                why = f"the export failed on trainer rank {self._group.rank}: {calls.short(error)}"
-                self._failures = dict.fromkeys(self._engine_names, why)
-        for sender in active:
-            if sender.engine not in self._failures:
-                self._guard(sender, sender.finish)
-
-    def _guard(self, sender: RouteSender, run: Any) -> None:
-        try:
-            run()
-        except Exception as error:
-            self._failures[sender.engine] = (
-                f"trainer rank {self._group.rank} to {sender.route.target}: {calls.short(error)}"
-            )
-
-    def _rank_report(self, timer: PhaseTimer) -> dict[str, Any]:
-        sums = {}
-        for sender in self._senders:
-            for param, value in sender.sums.items():
-                sums[str(sender.route.target), param] = value
-        return {
-            "failures": self._failures,
-            "nbytes": sum(s.nbytes for s in self._senders),
-            "sums": sums,
-            "seconds": timer.seconds,
-        }
-
     def _verify_equal(
         self, sync_id: str, failures: dict[str, str], timer: PhaseTimer
     ) -> dict[str, str]:
-        with torch.no_grad():
-            self._move(sync_id, "compare", failures, timer)
-        differences: dict[str, list[str]] = {}
-        for sender in self._senders:
-            if sender.differences:
-                differences.setdefault(sender.engine, []).extend(sender.differences)
-        all_failures, all_differences = zip(
-            *self._group.gather((self._failures, differences)), strict=True
-        )
+        assert self._mover is not None
+        compared = self._group.gather(self._mover.compare(sync_id, failures, timer))
         merged: dict[str, list[str]] = {}
-        for part in all_differences:
-            for engine, lines in part.items():
+        for part in compared:
+            for engine, lines in part.differences.items():
                 merged.setdefault(engine, []).extend(lines)
         unequal = {
             e: str(VerifyError("bytes differ after the sync", lines)) for e, lines in merged.items()
         }
-        return _merge(failures, *all_failures, unequal)
+        return _merge(failures, *(c.failures for c in compared), unequal)
 
     def close(self) -> None:
-        """Gives staging memory, references and the listener back. Collective."""
-        self._closed = True
-        self._remove_listener()
-        self._disconnect()
-        self._group.close()
+        """Waits for a sync under way, gives memory, references and listeners back. Collective.
+
+        Raises:
+            SyncError: the sync under way failed; everything was given back all the same.
+        """
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            for remove in self._remove_listeners:
+                remove()
+            self._disconnect()
+            self._group.close()
 
     def _disconnect(self) -> None:
-        for sender in self._senders:
-            sender.close()
-        self._senders = []
+        if self._mover is not None:
+            self._mover.close()
+        elif self._holdings is not None:
+            nixl.deregister(self._holdings.tensors)
+        self._mover = self._holdings = self._memory_ref = None
         self._connected = False
         self._coordinator = None
+
+
+def _plain(run: Callable[[], T]) -> T:
+    """Calls that failed on several ranks for one cause (the same loader refuses the same tensor)
+    raise it as it is."""
+    try:
+        return run()
+    except calls.CallFailures as error:
+        errors = list(error.failures.values())
+        if errors and all(isinstance(e, RdtError) for e in errors):
+            raise errors[0] from None
+        raise
+
+
+def _offer(holdings: Holdings) -> Any:
+    """A reference to this rank's blocks, registered as whole storages; None if it has none."""
+    if not holdings.tensors:
+        return None
+    nixl.register(holdings.tensors)
+    return nixl.put(holdings.tensors)
 
 
 def _merge(*parts: dict[str, str]) -> dict[str, str]:
@@ -395,19 +528,6 @@ def _merge(*parts: dict[str, str]) -> dict[str, str]:
         for engine, why in part.items():
             merged.setdefault(engine, why)
     return merged
-
-
-def _unlike(spec: TensorSpec | None, name: str, tensor: torch.Tensor) -> str | None:
-    """Why an exported tensor is not what was announced, or None."""
-    if spec is None:
-        return f"the export yields {name}, more than it announced"
-    dtype = dtype_name(tensor.dtype)
-    if (spec.name, spec.shape, spec.dtype) != (name, tuple(tensor.shape), dtype):
-        return (
-            f"the export yields {name} {dtype}{list(tensor.shape)} where it announced "
-            f"{spec.name} {spec.dtype}{list(spec.shape)}"
-        )
-    return None
 
 
 def _default_source(

@@ -19,6 +19,7 @@ from sglang_rdt.errors import SettingError
 
 VerifyMode = Literal["off", "checksum", "equal"]
 PauseMode = Literal["retract", "in_place"]
+TransferMode = Literal["auto", "direct", "bucketed"]
 
 # Smaller ones only make calls.
 MIN_BUCKET_BYTES = 1 << 16
@@ -137,11 +138,33 @@ class Settings:
         str,
         "Ray cluster that trainer processes join when they are not Ray workers already.",
     )
+    mode: TransferMode = _setting(
+        "SGLANG_RDT_MODE",
+        "auto",
+        parse_choice("auto", "direct", "bucketed"),
+        "How weights move: `direct` reads them out of live trainer memory, `bucketed` gathers, "
+        "converts and stages them; `auto` is direct where the source of HF tensors can say where "
+        "they lie.",
+    )
     bucket_bytes: int = _setting(
         "SGLANG_RDT_BUCKET_BYTES",
         512 << 20,
         parse_bytes,
-        "Staging bucket per engine rank served, on each source trainer rank (bucketed mode).",
+        "Staging memory at a time: per engine rank served on a trainer rank (bucketed mode, and "
+        "strided slices of direct mode), and on an engine rank (strided slices of direct mode).",
+    )
+    link_costs: str | None = _setting(
+        "SGLANG_RDT_LINK_COSTS",
+        None,
+        parse_optional_text,
+        "JSON file of `sglang-rdt bench --calibrate`: what links and copies cost here, which decides "
+        "what direct mode stages; unset: the costs of two H200 over NVLink.",
+    )
+    nixl_threads: int = _setting(
+        "SGLANG_RDT_NIXL_THREADS",
+        4,
+        parse_count,
+        "Threads that post NIXL transfers on a process with a GPU (0: the calling thread alone).",
     )
     verify: VerifyMode = _setting(
         "SGLANG_RDT_VERIFY",
@@ -196,6 +219,13 @@ class Settings:
         1,
         parse_count,
         "Sync after every N-th successful optimizer step; 0: only when the program asks.",
+    )
+    overlap: bool = _setting(
+        "MEGATRON_RDT_OVERLAP",
+        False,
+        parse_bool,
+        "The sync after a step goes on under the next forward and backward pass; the next step "
+        "waits for it.",
     )
     hf_config: str | None = _setting(
         "MEGATRON_RDT_HF_CONFIG",

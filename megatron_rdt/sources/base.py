@@ -16,6 +16,12 @@ class WeightSource(Protocol):
     """Yields the model as HF tensors, one after the other.
 
     Both methods are collective: all trainer ranks call them together.
+
+    A source that knows where the HF tensors lie in live memory also has ``holds() -> Holdings``
+    and ``addresses() -> tuple[int, ...]`` (see :mod:`megatron_rdt.sources.holds`); direct mode asks
+    with ``hasattr``. Both work on one rank alone. ``holds()`` raises ExportError, by name, where
+    an HF tensor is no slice of live memory, and is to be called again once ``addresses()``
+    differs from ``Holdings.addresses``.
     """
 
     def specs(self) -> Sequence[TensorSpec]:

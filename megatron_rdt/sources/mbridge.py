@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_rdt.sources.holds import Holdings, HoldingsBuilder
+from megatron_rdt.tracing import Tracer
 from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import ExportError
 from sglang_rdt.plan.specs import TensorSpec
@@ -35,12 +37,13 @@ _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]\.(weight|bias)(\d+)
 @dataclass(frozen=True)
 class _Local:
     """One parameter of this rank: its global name in TransformerEngine spelling, which is what
-    mbridge knows, and the group it is split over."""
+    mbridge knows, the group it is split over, and which part of it this rank has."""
 
     name: str
     tensor: torch.Tensor
     group: Any
     group_size: int
+    group_rank: int
     expert: bool
 
 
@@ -112,10 +115,12 @@ class MBridgeSource:
             if match:
                 index = int(match[2]) + experts_here * mpu.ep_rank
                 name = f"{name[: match.start(2)]}{index}"
-                yield _Local(name, tensor, mpu.etp_group, mpu.etp_size, True)
+                yield _Local(name, tensor, mpu.etp_group, mpu.etp_size, mpu.etp_rank, True)
                 continue
-            split = getattr(tensor, "tensor_model_parallel", False)
-            yield _Local(name, tensor, mpu.tp_group, mpu.tp_size if split else 1, False)
+            size, rank = mpu.tp_size, mpu.tp_rank
+            if not getattr(tensor, "tensor_model_parallel", False):
+                size, rank = 1, 0
+            yield _Local(name, tensor, mpu.tp_group, size, rank, False)
 
     def _set_vocabulary(self, models: Sequence[Any]) -> None:
         # Megatron pads the vocabulary; mbridge cuts it if it is told the two sizes.
@@ -143,6 +148,39 @@ class MBridgeSource:
             for name, tensor in self._convert(local, [meta] * local.group_size):
                 specs.append(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype)))
         return specs
+
+    def holds(self) -> Holdings:
+        """Where the HF tensors lie in this rank's live parameters, without gathering anything.
+
+        Learned by tracing the conversion on meta tensors: no memory, no communication. Valid
+        until memory moves (see :meth:`addresses`).
+
+        Raises:
+            ExportError: a parameter is no plain tensor in memory, or the bridge computes an HF
+                tensor instead of cutting it out; names the parameter and the operation.
+        """
+        builder = HoldingsBuilder()
+        for local in self._params:
+            tracer = Tracer()
+            shape, dtype = local.tensor.shape, local.tensor.dtype
+            shards = [tracer.leaf(shape, dtype) for _ in range(local.group_size)]
+            try:
+                with torch.no_grad(), tracer:
+                    converted = self._convert(local, shards)
+            except ExportError as error:
+                raise ExportError(f"{local.name} cannot be traced: {error}") from error
+            except Exception as error:
+                raise ExportError(
+                    f"{local.name} cannot be traced: the conversion of mbridge "
+                    f"({type(self._bridge).__name__}) does not run on tensors without data: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            builder.add(local.name, local.tensor, local.group_rank, tracer, converted)
+        return builder.build()
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where each parameter begins now; compare with :attr:`Holdings.addresses`."""
+        return tuple(local.tensor.data_ptr() for local in self._params)
 
     def export(self, timer: PhaseTimer) -> Iterator[tuple[str, torch.Tensor]]:
         """Gathers up to ``gather_bytes`` at a time, all of it in flight at once, then converts."""

@@ -18,6 +18,8 @@ from sglang_rdt.coordinator import calls
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.engine.sync_request import SyncRequest
 from sglang_rdt.errors import PlanError, VerifyError
+from sglang_rdt.plan.costs import LinkCosts
+from sglang_rdt.plan.direct import DirectPlan, make_direct_plan
 from sglang_rdt.plan.planner import Plan, make_plan
 from sglang_rdt.plan.specs import EngineRankLayout, TensorSpec, TrainerRank
 from sglang_rdt.settings import Settings
@@ -43,6 +45,9 @@ class Coordinator:
         self.engines = {e.name: e for e in engines}
         self._settings = settings
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._connecting: dict[str, str] = {}
+        # Engine -> the connect session in which it prepared its reads.
+        self._connections: dict[str, str] = {}
 
     def new_sync_id(self, what: str) -> str:
         """Unique, and readable in messages."""
@@ -61,28 +66,15 @@ class Coordinator:
         )
 
     def connect(self, trainers: Sequence[TrainerRank]) -> Plan:
-        """Describes the engines, records their loaders, registers their memory, and plans.
+        """Describes the engines, records their loaders, registers their memory, and plans a
+        bucketed sync.
 
         Raises:
             PlanError, RecordError, CallFailures: naming every culprit; the engines run on.
         """
         s = self._settings
-        specs = {spec.name: spec for t in trainers for spec in t.exports}
-        if not specs:
-            raise PlanError("the trainer exports no tensor", ["every trainer rank reports nothing"])
-        layouts: list[EngineRankLayout] = []
-        for engine in self.engines.values():
-            sync_id = self.new_sync_id("connect")
-            try:
-                params, recordings = self._describe(engine, sync_id, list(specs.values()))
-            except BaseException:
-                self._give_up_connect(engine, sync_id)
-                raise
-            engine.call("end_sync", sync_id, None, timeout_s=s.phase_timeout_s, phase="end_sync")
-            layouts += [
-                EngineRankLayout(rank, tuple(p), r)
-                for rank, p, r in zip(engine.ranks, params, recordings, strict=True)
-            ]
+        layouts = self.describe(trainers)
+        self.leave_connect()
         plan = make_plan(
             trainers,
             layouts,
@@ -90,9 +82,103 @@ class Coordinator:
             allow_cast=s.allow_cast,
             allow_padding=s.allow_padding,
         )
-        for cast in plan.casts:
-            logger.warning("dtype conversion: %s", cast)
+        log_casts(plan.casts)
         return plan
+
+    def connect_direct(self, trainers: Sequence[TrainerRank]) -> DirectPlan:
+        """Like :meth:`connect`, for a direct sync. The engines stay in their connect session, for
+        the trainer ranks to send references and :meth:`prepare_direct` to end it.
+
+        Raises:
+            PlanError, RecordError, CallFailures: naming every culprit; the engines run on.
+        """
+        s = self._settings
+        costs = LinkCosts.load(s.link_costs) if s.link_costs else LinkCosts()
+        layouts = self.describe(trainers)
+        try:
+            plan = make_direct_plan(
+                trainers,
+                layouts,
+                costs=costs,
+                allow_cast=s.allow_cast,
+                allow_padding=s.allow_padding,
+            )
+        except BaseException as error:
+            self.give_up_connect(calls.short(error))
+            raise
+        log_casts(plan.casts)
+        return plan
+
+    def prepare_direct(self, plan: DirectPlan) -> None:
+        """Every engine rank prepares its reads; then the engines go on.
+
+        Raises:
+            CallFailures: naming every rank that could not; the engines run on.
+        """
+        s = self._settings
+        index = {str(rank): i for i, rank in enumerate(plan.targets)}
+        refs = {}
+        for name, sync_id in self._connecting.items():
+            engine = self.engines[name]
+            per_rank = [
+                {"transfers": plan.transfers(index[str(rank)]), "scratch_bytes": s.bucket_bytes}
+                for rank in engine.ranks
+            ]
+            refs.update(engine.start("prepare_direct", sync_id, per_rank=per_rank))
+        calls.gather(refs, s.connect_timeout_s + GRACE_S, "prepare")
+        self._connections = dict(self._connecting)
+        self.leave_connect()
+
+    def describe(self, trainers: Sequence[TrainerRank]) -> list[EngineRankLayout]:
+        """Begins a connect session on every engine; what its ranks hold and want.
+
+        Raises:
+            PlanError, RecordError, CallFailures: naming every culprit; the engines run on.
+        """
+        specs = {spec.name: spec for t in trainers for spec in t.exports}
+        if not specs:
+            raise PlanError("the trainer exports no tensor", ["every trainer rank reports nothing"])
+        layouts: list[EngineRankLayout] = []
+        for engine in self.engines.values():
+            sync_id = self._connecting[engine.name] = self.new_sync_id("connect")
+            try:
+                params, recordings = self._describe(engine, sync_id, list(specs.values()))
+            except BaseException as error:
+                self.give_up_connect(calls.short(error))
+                raise
+            layouts += [
+                EngineRankLayout(rank, tuple(p), r)
+                for rank, p, r in zip(engine.ranks, params, recordings, strict=True)
+            ]
+        return layouts
+
+    def leave_connect(self) -> None:
+        """Ends the connect sessions: the engines go on as they were.
+
+        Raises:
+            CallFailures: naming every rank that cannot.
+        """
+        connecting, self._connecting = self._connecting, {}
+        refs: dict[str, Any] = {}
+        for name, sync_id in connecting.items():
+            refs.update(self.engines[name].start("end_sync", sync_id, None))
+        calls.gather(refs, self._settings.phase_timeout_s, "end_sync")
+
+    def give_up_connect(self, why: str) -> None:
+        """Lets every engine go on that is in a connect session."""
+        connecting, self._connecting = self._connecting, {}
+        # Ranks that did begin must not stay parked; those that did not will say so.
+        refs: dict[str, Any] = {}
+        for name, sync_id in connecting.items():
+            refs.update(
+                self.engines[name].start("abort_sync", sync_id, f"connecting failed: {why}")
+            )
+        calls.settle(refs, self._settings.phase_timeout_s, "abort")
+
+    @property
+    def connecting(self) -> Mapping[str, str]:
+        """Engine -> its connect session, while it is in one."""
+        return self._connecting
 
     def _describe(
         self, engine: Engine, sync_id: str, specs: list[TensorSpec]
@@ -108,15 +194,49 @@ class Coordinator:
         call("register_weights", sync_id)
         return params, recordings
 
-    def _give_up_connect(self, engine: Engine, sync_id: str) -> None:
-        # Ranks that did begin must not stay parked; those that did not will say so.
-        refs = engine.start("abort_sync", sync_id, "connecting failed")
-        calls.settle(refs, self._settings.phase_timeout_s, "abort")
-
     def begin(self, sync_id: str) -> dict[str, str]:
         """Pauses, flushes and opens a session on every engine at once; failures per engine."""
         request = self._request(sync_id, "sync")
         return self._each("begin", lambda engine: engine.start("begin_sync", request))
+
+    def start_reads(
+        self, sync_id: str, engines: Sequence[str], *, finalise: bool
+    ) -> dict[str, dict[str, Any]]:
+        """All ranks of ``engines`` read what they prepared; engine -> references.
+
+        Args:
+            finalise: whether nothing else follows, so that they end the session too.
+        """
+        checksum = self._settings.verify == "checksum"
+        return {
+            name: self.engines[name].start(
+                "read_direct", sync_id, self._connections[name], finalise, checksum
+            )
+            for name in engines
+        }
+
+    def start_compares(self, sync_id: str, engines: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """All ranks of ``engines`` read again and compare; engine -> references."""
+        return {
+            name: self.engines[name].start("compare_direct", sync_id, self._connections[name])
+            for name in engines
+        }
+
+    def finish_reads(
+        self, started: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Waits for :meth:`start_reads`: engine -> engine rank (text) -> answer, and failures."""
+        results: dict[str, dict[str, Any]] = {}
+        failures: dict[str, str] = {}
+        for name, refs in started.items():
+            answers, errors = calls.settle(refs, self._settings.phase_timeout_s + GRACE_S, "pull")
+            if errors:
+                failures[name] = "pull: " + "; ".join(
+                    f"{who}: {calls.short(e)}" for who, e in errors.items()
+                )
+            else:
+                results[name] = answers
+        return results, failures
 
     def finalise(
         self, sync_id: str, engines: Sequence[str]
@@ -182,6 +302,12 @@ class Coordinator:
             elif on_result is not None:
                 on_result(results)
         return failures
+
+
+def log_casts(casts: Sequence[str]) -> None:
+    """Every conversion that happens is named once."""
+    for cast in casts:
+        logger.warning("dtype conversion: %s", cast)
 
 
 def compare_checksums(

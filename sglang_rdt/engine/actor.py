@@ -18,16 +18,18 @@ from typing import Any, TypeVar
 import sglang_rdt
 from sglang_rdt import settings as settings_module
 from sglang_rdt.activation import installed_version
+from sglang_rdt.coordinator.phases import PhaseTimer
 from sglang_rdt.engine.actor_class import plain_class
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.loop_inbox import LoopCall
 from sglang_rdt.engine.rank_session import RankSession
 from sglang_rdt.engine.recorder import describe_tensors
 from sglang_rdt.engine.scheduler_control import SchedulerControl
-from sglang_rdt.engine.sync_request import RankStatus, SyncRequest
+from sglang_rdt.engine.sync_request import RankStatus, ReadResult, SyncRequest
 from sglang_rdt.errors import EngineStateError
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.specs import EngineRank, ParamSpec, RankId, Recording, TensorSpec
+from sglang_rdt.plan.transfers import Transfer
 from sglang_rdt.transport import nixl
 
 logger = logging.getLogger("sglang_rdt")
@@ -217,6 +219,74 @@ class RdtSchedulerActor:
         return self._command(
             lambda: self._session.pull(current, ref, names_or_slices, timeout), current, timeout
         )
+
+    def accept_memory(self, sync_id: str, source: int, refs: Sequence[Any]) -> None:
+        """Takes the reference to the memory of trainer rank ``source``, to be read at every sync.
+
+        Args:
+            refs: one reference from ``nixl.put`` of the rank's blocks, inside a list so that Ray
+                does not resolve it.
+        """
+        (ref,) = refs
+        self._session.require(sync_id)
+        self._session.weights.sources[source] = ref
+
+    def prepare_direct(
+        self, sync_id: str, transfers: Sequence[Transfer], scratch_bytes: int
+    ) -> int:
+        """Prepares reading ``transfers`` out of the accepted memory; bytes per sync.
+
+        Raises:
+            SlicesError: a transfer does not fit this rank's parameters, or a source's memory.
+            TransportError: a source cannot be reached. Nothing was moved.
+        """
+
+        def prepare() -> int:
+            self._session.require(sync_id)
+            return self._session.weights.prepare_direct(
+                sync_id, transfers, scratch_bytes, self._phase_timeout_s
+            )
+
+        return self._command(prepare, sync_id)
+
+    def read_direct(
+        self, sync_id: str, connection: str, finalise: bool, checksum: bool
+    ) -> ReadResult:
+        """Reads everything that was prepared into the live parameters.
+
+        Args:
+            connection: the connect session in which it was.
+            finalise: whether nothing else follows: checksums if asked for, then
+                :meth:`finalise`, in the same call.
+
+        Raises:
+            EngineStateError: no such sync is under way, or nothing was prepared.
+            TransportError, DeadlineError: a read failed; the engine is dirty.
+        """
+        timer = PhaseTimer()
+
+        def read() -> ReadResult:
+            with timer.phase("pull"):
+                moved = self._session.read_direct(sync_id, connection, self._phase_timeout_s)
+            sums: dict[str, int] = {}
+            if finalise:
+                if checksum:
+                    with timer.phase("verify"):
+                        sums = self._session.weights.checksums()
+                with timer.phase("finalise"):
+                    self._session.finalise(sync_id)
+            return ReadResult(moved, sums, timer.seconds)
+
+        return self._command(read, sync_id)
+
+    def compare_direct(self, sync_id: str, connection: str) -> list[str]:
+        """Reads everything again and compares it with the live bytes; one line per difference."""
+
+        def compare() -> list[str]:
+            self._session.require(sync_id)
+            return self._session.weights.prepared(connection).compare(self._phase_timeout_s)
+
+        return self._command(compare, sync_id)
 
     def compare_weights(
         self,

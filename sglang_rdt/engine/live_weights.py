@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
-from sglang_rdt import checksum
+from sglang_rdt.engine.direct_reader import DirectReader
 from sglang_rdt.engine.recorder import describe_tensors, record_load
-from sglang_rdt.errors import EngineStateError, SlicesError
+from sglang_rdt.errors import EngineStateError, SlicesError, TransportError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import ParamSpec, Recording, TensorSpec
+from sglang_rdt.plan.transfers import Transfer, check_target_transfers, wanted_elements
+from sglang_rdt.sums import Part, Sums
 from sglang_rdt.transport import nixl
+from sglang_rdt.transport.scratch import Scratch
 
 
 class LiveWeights:
@@ -31,13 +34,21 @@ class LiveWeights:
         self.specs: dict[str, ParamSpec] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self.recording: Recording | None = None
+        # Trainer rank -> reference to its memory, from the latest connect.
+        self.sources: dict[int, Any] = {}
+        self._reader: DirectReader | None = None
+        self._connection = ""
+        self._sums: Sums[str] | None = None
         self.refresh()
+        device = next((t.device for t in self._tensors.values()), torch.device("cpu"))
+        self.scratch = Scratch(device)
 
     def refresh(self) -> None:
         """Describes the parameters anew; registrations of memory that they left are given up."""
-        old = self._tensors
+        old, self._sums = self._tensors, None
         specs, self._tensors = describe_tensors(self._model)
         self.specs = {s.name: s for s in specs}
+        self._places = places(self._model)
         here = {t.untyped_storage().data_ptr() for t in self._tensors.values()}
         nixl.deregister(t for t in old.values() if t.untyped_storage().data_ptr() not in here)
 
@@ -47,6 +58,8 @@ class LiveWeights:
         Memory that was released and resumed, offloaded, or replaced would otherwise take bytes
         that nobody serves.
         """
+        if self._places == places(self._model):
+            return
         specs, _ = describe_tensors(self._model)
         filled = {w.param for w in self.recording.wants} if self.recording else set()
         now = {s.name: s for s in specs}
@@ -63,10 +76,79 @@ class LiveWeights:
             )
 
     def record(self, specs: Sequence[TensorSpec]) -> Recording:
-        """See :func:`sglang_rdt.engine.recorder.record_load`; remembered for checksums."""
+        """See :func:`sglang_rdt.engine.recorder.record_load`; remembered for checksums.
+
+        What was prepared for the trainer before is given up.
+        """
+        self._forget_sources()
         self.refresh()
         self.recording = record_load(self._model, specs)
         return self.recording
+
+    def _forget_sources(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        self.sources.clear()
+        nixl.forget()
+
+    def prepare_direct(
+        self,
+        connection: str,
+        transfers: Sequence[Transfer],
+        scratch_bytes: int,
+        timeout_s: float,
+    ) -> int:
+        """Prepares reading ``transfers`` out of :attr:`sources`; bytes per sync.
+
+        Args:
+            connection: name of the connect session, for :meth:`prepared`.
+
+        Raises:
+            SlicesError: a transfer does not fit this rank's parameters or its source's memory.
+            TransportError: a source cannot be reached.
+        """
+        wanted = wanted_elements(self.recording.wants) if self.recording else {}
+        check_target_transfers(list(self.specs.values()), transfers, wanted)
+        missing = {t.source for t in transfers if t.how != "pack"} - self.sources.keys()
+        if missing:
+            raise TransportError(
+                f"{self._who}: no memory was offered by trainer ranks {sorted(missing)}"
+            )
+        self._reader = DirectReader(
+            self, transfers, self.sources, scratch_bytes=scratch_bytes, timeout_s=timeout_s
+        )
+        self._connection = connection
+        return self._reader.nbytes
+
+    def prepared(self, connection: str) -> DirectReader:
+        """What was prepared in ``connection``.
+
+        Raises:
+            EngineStateError: nothing was, or another trainer has connected since: its memory must
+                not be taken for the caller's.
+        """
+        if self._reader is None or self._connection != connection:
+            raise EngineStateError(
+                f"{self._who}: no direct reads are prepared for {connection}"
+                + (f", but for {self._connection}" if self._reader else "")
+                + "; connect again"
+            )
+        return self._reader
+
+    def address(self, param: str) -> int:
+        """Where the first element of ``param`` lies."""
+        return self._tensors[param].data_ptr()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return self.scratch.device
+
+    @property
+    def who(self) -> str:
+        """This rank, for messages."""
+        return self._who
 
     def register(self) -> int:
         """Registers every parameter's storage with NIXL; how many were new."""
@@ -105,14 +187,11 @@ class LiveWeights:
     def pull(self, ref: Any, names_or_slices: Sequence[str | Target], timeout_s: float) -> int:
         """Pulls into the live parameters; returns bytes.
 
-        Contiguous slices are written by NIXL in place. A strided slice goes through a scratch
-        tensor of its own size.
+        Contiguous slices are written by NIXL in place. Strided ones go through scratch memory.
         """
         views = self.resolve(names_or_slices)
-        targets = [
-            v if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
-            for v in views
-        ]
+        detours = iter(self.scratch.like([v for v in views if not v.is_contiguous()]))
+        targets = [v if v.is_contiguous() else next(detours) for v in views]
         nixl.pull(ref, targets, timeout_s)
         for view, target in zip(views, targets, strict=True):
             if target.data_ptr() != view.data_ptr():
@@ -125,7 +204,7 @@ class LiveWeights:
         """Pulls into scratch memory and compares with the live bytes; one line per difference."""
         views = self.resolve(names_or_slices)
         # Never equal by accident: scratch that the pull did not reach must not match.
-        scratch = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in views]
+        scratch = self.scratch.like(views)
         for s in scratch:
             _bytes(s).fill_(0xA5)
         nixl.pull(ref, scratch, timeout_s)
@@ -151,11 +230,29 @@ class LiveWeights:
         """Additive checksum of every recorded parameter, over the slices its loader fills."""
         if self.recording is None:
             raise EngineStateError(f"{self._who}: no load was recorded; call record_load first")
-        sums: dict[str, int] = {}
-        for want in self.recording.wants:
-            part = checksum.slice_sum(self.view(want.param, want.dst), want.dst.offset)
-            sums[want.param] = (sums.get(want.param, 0) + part) & checksum.MASK
-        return sums
+        if self._sums is None:
+            self._sums = Sums(
+                [
+                    (
+                        want.param,
+                        Part(view, want.dst.offset, want.dst.stride, view.dtype),
+                    )
+                    for want in self.recording.wants
+                    for view in [self.view(want.param, want.dst)]
+                ]
+            )
+        return self._sums.run()
+
+
+def places(model: torch.nn.Module) -> list[tuple[int, int]]:
+    """Identity and address of every parameter and buffer: cheap enough to ask before each sync."""
+    return [
+        (id(tensor), tensor.data_ptr())
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+        for tensor in table.values()
+        if tensor is not None
+    ]
 
 
 def _bytes(contiguous: torch.Tensor) -> torch.Tensor:

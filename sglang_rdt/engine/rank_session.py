@@ -148,14 +148,26 @@ class RankSession:
 
     def pull(self, sync_id: str, ref: Any, what: Sequence[str | Target], timeout_s: float) -> int:
         """Pulls one reference into live parameters; bytes moved."""
+        self._refuse_writing(sync_id)
+        # Resolve first: a bad slice is refused while the weights are still whole.
+        self.weights.resolve(what)
+        return self._land(lambda: self.weights.pull(ref, what, timeout_s))
+
+    def read_direct(self, sync_id: str, connection: str, timeout_s: float) -> int:
+        """Reads everything that was prepared in ``connection``; bytes moved."""
+        self._refuse_writing(sync_id)
+        reader = self.weights.prepared(connection)
+        return self._land(lambda: reader.read(timeout_s))
+
+    def _refuse_writing(self, sync_id: str) -> None:
         self.require(sync_id, writing=True)
         if self._finalised:
             raise EngineStateError(f"{self._who}: sync {sync_id} was finalised; no pull may follow")
-        # Resolve first: a bad slice is refused while the weights are still whole.
-        self.weights.resolve(what)
+
+    def _land(self, move: Callable[[], int]) -> int:
         # From here on a failure may leave half of a parameter.
         self._status.bytes_landed += 1
-        moved = self.weights.pull(ref, what, timeout_s)
+        moved = move()
         self._status.bytes_landed += moved - 1
         return moved
 

@@ -189,9 +189,24 @@ class SchedulerControl:
             )
 
     def drain(self) -> None:
-        """Waits for the whole device: a forward pass may still read the weights."""
-        if self.device.type == "cuda":
+        """Waits for forward passes under way: they still read the weights.
+
+        For the scheduler's own streams, and the device as a whole only where it has none: after a
+        sync UCX keeps the device busy for a while with work that touches no weight.
+        Source: sglang/srt/managers/scheduler.py (forward_stream, schedule_stream, copy_stream).
+        """
+        if self.device.type != "cuda":
+            return
+        streams = [v for v in vars(self.scheduler).values() if isinstance(v, torch.cuda.Stream)]
+        if not hasattr(self.scheduler, "forward_stream"):
             torch.cuda.synchronize(self.device)
+            return
+        for stream in [
+            *streams,
+            torch.cuda.default_stream(self.device),
+            torch.cuda.current_stream(self.device),
+        ]:
+            stream.synchronize()
 
     def synchronize(self) -> None:
         """Waits for what this thread has started (constants, copies, post-load processing).

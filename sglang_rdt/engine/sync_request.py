@@ -38,3 +38,15 @@ class RankStatus:
     syncs: int = 0
     registrations: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """What one engine rank did in one call.
+
+    ``nbytes``: read. ``sums``: parameter -> checksum, where asked for. ``seconds``: per phase.
+    """
+
+    nbytes: int
+    sums: dict[str, int]
+    seconds: dict[str, float]

@@ -180,14 +180,39 @@ class EngineRankLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """One piece of trainer memory that is registered as a whole: a parameter buffer, or a
+    parameter's own storage. ``name`` is for messages."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Trainer side: the slice ``hf`` of HF tensor ``source`` is the slice ``local`` of this rank's
+    block number ``block``. Both slices have the same shape; ``local`` counts elements of ``dtype``
+    from the block's first byte."""
+
+    source: str
+    hf: Slice
+    block: int
+    local: Slice
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerRank:
-    """One trainer process: coordinates for messages, node for routing, and the HF tensors that
-    it will hold whole, one after the other, in this order."""
+    """One trainer process: coordinates for messages, node for routing, the HF tensors that it
+    will hold whole, one after the other, in this order (bucketed mode), and what it holds of which
+    HF tensor all the time (direct mode)."""
 
     rank: int
     node_ip: str
     exports: tuple[TensorSpec, ...]
     coordinates: dict[str, int] = field(default_factory=dict)
+    blocks: tuple[Block, ...] = ()
+    holds: tuple[Hold, ...] = ()
 
     def __str__(self) -> str:
         where = " ".join(f"{k}{v}" for k, v in self.coordinates.items())

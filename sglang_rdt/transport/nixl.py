@@ -1,23 +1,26 @@
-"""NIXL through Ray's public RDT calls: register once, put once, pull again and again.
+"""NIXL through Ray's RDT calls: register once, put once, pull again and again.
 
 What these wrappers add to Ray's calls: a storage is registered exactly once per process, targets
 stay referenced until the bytes have landed (Ray keeps them by weak reference: temporaries make
-the pull a silent no-op), every wait has a deadline, and errors name both ends.
+the pull a silent no-op), every wait has a deadline, and errors name both ends. The transport is
+this package's own, see :mod:`sglang_rdt.transport.agent`; references from Ray's stock one can be
+pulled too.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_rdt.errors import DeadlineError, TransportError
-from sglang_rdt.transport.memory import check_registrable
+from sglang_rdt.transport.memory import check_registrable, cuda_segments
 
 if TYPE_CHECKING:
     import torch
 
-TRANSPORT = "nixl"
+    from sglang_rdt.transport.agent import RemoteMemory
 
 _lock = threading.Lock()
 # data_ptr of a registered storage -> (bytes, one tensor that keeps it alive).
@@ -33,17 +36,20 @@ def register(tensors: Iterable[torch.Tensor]) -> int:
     Raises:
         TransportError: the memory cannot be registered (see :mod:`sglang_rdt.transport.memory`).
     """
-    from ray.experimental import register_nixl_memory
+    from sglang_rdt.transport.agent import transport
 
+    manager = transport()
     new = 0
     with _lock:
-        for tensor in tensors:
+        fresh = [t for t in tensors if t.untyped_storage().data_ptr() not in _registered]
+        segments = cuda_segments(fresh)
+        for tensor in fresh:
             storage = tensor.untyped_storage()
             if not storage.nbytes() or storage.data_ptr() in _registered:
                 continue
-            check_registrable(tensor)
+            check_registrable(tensor, segments)
             try:
-                register_nixl_memory(tensor)
+                manager.register_nixl_memory(tensor)
             except Exception as error:
                 raise TransportError(
                     f"NIXL cannot register {storage.nbytes()} bytes on {tensor.device}: {error}"
@@ -55,12 +61,14 @@ def register(tensors: Iterable[torch.Tensor]) -> int:
 
 def deregister(tensors: Iterable[torch.Tensor]) -> None:
     """Undoes :func:`register` for the storages behind ``tensors``."""
-    from ray.experimental import deregister_nixl_memory
-
     with _lock:
-        for tensor in tensors:
-            if _registered.pop(tensor.untyped_storage().data_ptr(), None) is not None:
-                deregister_nixl_memory(tensor)
+        known = [_registered.pop(t.untyped_storage().data_ptr(), None) for t in tensors]
+        gone = [entry[1] for entry in known if entry is not None]
+    if gone:
+        from sglang_rdt.transport.agent import transport
+
+        for tensor in gone:
+            transport().deregister_nixl_memory(tensor)
 
 
 def registrations() -> int:
@@ -77,7 +85,37 @@ def put(views: Sequence[torch.Tensor]) -> Any:
     """
     import ray
 
-    return ray.put(list(views), _tensor_transport=TRANSPORT)
+    from sglang_rdt.transport.agent import NAME, transport
+
+    transport()
+    return ray.put(list(views), _tensor_transport=NAME)
+
+
+def memory_of(ref: Any, timeout_s: float) -> RemoteMemory:
+    """Where the tensors lie that were :func:`put` behind ``ref``; no byte of them moves.
+
+    Raises:
+        TransportError: the reference is none of ours, or its owner is gone.
+    """
+    import ray
+
+    from sglang_rdt.transport.agent import transport
+
+    manager = transport()
+    try:
+        ray.get(ref, timeout=timeout_s)
+        return manager.memory(ref.hex())
+    except Exception as error:
+        raise TransportError(
+            f"cannot reach the memory behind reference {ref}: {type(error).__name__}: {error}"
+        ) from None
+
+
+def forget() -> None:
+    """Releases prepared transfers and what is known of other processes' memory, if any."""
+    agent = sys.modules.get("sglang_rdt.transport.agent")
+    if agent is not None:
+        agent.transport().forget()
 
 
 def pull(ref: Any, targets: Sequence[torch.Tensor], timeout_s: float) -> None:
@@ -96,9 +134,12 @@ def pull(ref: Any, targets: Sequence[torch.Tensor], timeout_s: float) -> None:
     from ray.exceptions import GetTimeoutError
     from ray.experimental import set_target_for_ref
 
+    from sglang_rdt.transport.agent import transport
+
     held = list(targets)
     if not held:
         return
+    transport()
     failure: TransportError | DeadlineError | None = None
     got: list[torch.Tensor] = []
     try:

@@ -104,7 +104,15 @@ def cluster() -> Iterator[None]:
     os.environ.update(cpu.environment(GPUS))
     os.environ.pop("RAY_ADDRESS", None)
     # Functions of test modules travel to actors, which cannot import the tests.
-    for name in ("test_dense", "test_refusals", "test_other_models", "test_launchers", "steps"):
+    for name in (
+        "test_dense",
+        "test_refusals",
+        "test_other_models",
+        "test_launchers",
+        "test_transport",
+        "test_direct",
+        "steps",
+    ):
         ray.cloudpickle.register_pickle_by_value(importlib.import_module(f"tests.e2e.{name}"))
     ray.init(
         num_cpus=16,

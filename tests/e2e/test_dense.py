@@ -30,14 +30,15 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("mode", ["direct", "bucketed"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_reaches_the_engine(
-    case: str, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
+    case: str, mode: Any, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
 ) -> None:
     layout, options = CASES[case]
     served = engines.get(DENSE_TP2)
     group = trainers.get(MODEL, layout, seed=len(case), **options)
-    group.attach(SETTINGS, engines=[served.address])
+    group.attach(SETTINGS.replace(mode=mode), engines=[served.address])
     first, second = sync_and_check(MODEL, group, served, tmp_path, "bfloat16")
     assert (first.version, second.version) == ("1", "2")
     # 25 HF tensors; norms are replicated over the engine's two ranks.
@@ -51,10 +52,11 @@ def test_small_buckets_cut_large_tensors_and_stay_small(
     served = engines.get(DENSE_TP2)
     group = trainers.get(MODEL, Layout(tp=2), seed=5)
     bucket = 10_000  # the embedding alone is 32768 bytes per engine rank
-    group.attach(SETTINGS.replace(bucket_bytes=bucket, verify="equal"), engines=[served.address])
+    settings = SETTINGS.replace(mode="bucketed", bucket_bytes=bucket, verify="equal")
+    group.attach(settings, engines=[served.address])
     (report,) = sync_and_check(MODEL, group, served, tmp_path, "bfloat16", steps=1)
     assert report.verified == "equal"
-    staging = group.on_all(lambda rank: (rank.sync.staging_bytes, len(rank.sync._senders)))
+    staging = group.on_all(lambda rank: (rank.sync.staging_bytes, len(rank.sync._mover._senders)))
     assert sum(senders for _, senders in staging) == 2
     for nbytes, senders in staging:
         assert nbytes <= bucket * senders

@@ -52,6 +52,8 @@ def optimizer_module() -> SimpleNamespace:
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(hooks.settings_module, "load", Settings)
     monkeypatch.setattr(hooks, "_any_optimizer", [])
+    monkeypatch.setattr(hooks, "_guards", [])
+    monkeypatch.setattr(hooks, "_instrumented", False)
     made = optimizer_module()
     hooks.instrument_optimizers(vars(made))
     yield made
@@ -261,3 +263,47 @@ def test_a_listener_that_knows_its_optimizer_does_not_keep_it_alive(
     del optimizer
     gc.collect(1)
     assert gone() is None
+
+
+def test_guards_come_before_the_step_once_per_outermost(module: SimpleNamespace) -> None:
+    order: list[str] = []
+
+    class Child(module.FP32Optimizer):  # type: ignore[name-defined, misc]
+        def step(self) -> Any:
+            order.append("step")
+            return super().step()
+
+    chain = module.ChainedOptimizer()
+    chain.children = (Child(), Child())
+    remove = hooks.add_guard(lambda optimizer: order.append(f"guard {optimizer is chain}"))
+    assert hooks.guarding()
+    chain.step()
+    assert order == ["guard True", "step", "step"]
+    remove()
+    remove()
+    chain.step()
+    assert order.count("guard True") == 1
+
+
+def test_a_guard_that_raises_prevents_the_step(module: SimpleNamespace) -> None:
+    optimizer = module.MixedPrecisionOptimizer()
+    heard: list[Any] = []
+    hooks.add_listener(heard.append, optimizer)
+
+    def refuse(_: Any) -> None:
+        raise RuntimeError("the sync under way failed")
+
+    remove = hooks.add_guard(refuse)
+    with pytest.raises(RuntimeError, match="under way failed"):
+        optimizer.step()
+    assert not hasattr(optimizer, "called") and not heard
+    remove()
+    optimizer.step()
+    assert heard == [optimizer]
+
+
+def test_without_the_patch_nothing_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_instrumented", False)
+    monkeypatch.setattr(hooks.settings_module, "load", lambda: Settings(patch_optimizer_step=False))
+    hooks.instrument_optimizers(vars(optimizer_module()))
+    assert not hooks.guarding()

@@ -1,0 +1,205 @@
+"""Engines read live parameters: no gather, no conversion, no staging but for strided slices.
+
+Rank 0 tells all engine ranks at once to read what they prepared at connect time. What has to be
+packed first (slices whose rows are too small to read one by one) goes the bucketed way at the
+same time, straight from the parameters. Checksums of what is read are computed meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from megatron_rdt.movers.base import Moved
+from megatron_rdt.movers.bucketed import collect, guard
+from megatron_rdt.sender import RouteSender
+from sglang_rdt.coordinator import calls
+from sglang_rdt.coordinator.coordinator import Coordinator
+from sglang_rdt.coordinator.phases import PhaseTimer, slowest
+from sglang_rdt.dtypes import torch_dtype
+from sglang_rdt.engine.sync_request import ReadResult
+from sglang_rdt.plan.direct import DirectPlan
+from sglang_rdt.sums import Part, Sums
+from sglang_rdt.transport import nixl
+
+logger = logging.getLogger("megatron_rdt")
+
+
+class DirectMover:
+    """See :class:`megatron_rdt.movers.base.Mover`.
+
+    Args:
+        rank: this trainer rank.
+        plan: of all ranks.
+        blocks: flat uint8 tensors over this rank's blocks, in the plan's order.
+        senders: for what this rank packs; their pieces name ``block/dtype``.
+        coordinator: on rank 0, which drives the engines; None elsewhere.
+        verify: whether what is read is summed up.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        plan: DirectPlan,
+        blocks: Sequence[torch.Tensor],
+        senders: Sequence[RouteSender],
+        coordinator: Coordinator | None,
+        *,
+        verify: bool,
+    ) -> None:
+        self._rank = rank
+        self._blocks = list(blocks)
+        self._senders = list(senders)
+        self._coordinator = coordinator
+        self._verify = verify
+        # On any rank: an engine that others still send packed slices to must not end its session.
+        self._packs = plan.staged_bytes["pack"] > 0
+        self._names = [str(t) for t in plan.targets]
+        self._engines = [t.engine for t in plan.targets]
+        self._views: dict[tuple[int, str], torch.Tensor] = {}
+        self._summed: list[tuple[int, str, tuple[Any, ...]]] = []
+        self._sums: Sums[tuple[Any, ...]] | None = None
+        if verify:
+            self._prepare_sums(plan)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buckets for packed slices."""
+        return sum(s.staging_bytes for s in self._senders)
+
+    def move(self, sync_id: str, given_up: Mapping[str, str], timer: PhaseTimer) -> Moved:
+        """All engine ranks read at once."""
+        return self._pass(sync_id, "pull", given_up, timer)
+
+    def compare(self, sync_id: str, given_up: Mapping[str, str], timer: PhaseTimer) -> Moved:
+        """All engine ranks read again, beside what they hold."""
+        return self._pass(sync_id, "compare", given_up, timer)
+
+    def _pass(
+        self,
+        sync_id: str,
+        mode: Literal["pull", "compare"],
+        given_up: Mapping[str, str],
+        timer: PhaseTimer,
+    ) -> Moved:
+        moved = Moved()
+        phase = "pull" if mode == "pull" else "verify"
+        started: dict[str, Any] = {}
+        if self._coordinator is not None:
+            good = [e for e in self._coordinator.engines if e not in given_up]
+            with timer.phase(phase):
+                started = (
+                    self._coordinator.start_reads(sync_id, good, finalise=not self._packs)
+                    if mode == "pull"
+                    else self._coordinator.start_compares(sync_id, good)
+                )
+        try:
+            self._pack(sync_id, mode, given_up, moved, timer)
+            if mode == "pull" and self._sums is not None:
+                with timer.phase("verify"):
+                    self._sum_up(given_up, moved)
+        except Exception as error:
+            # The other ranks are in the same pass: it is reported at its end, not raised here.
+            logger.exception("trainer rank %d failed while engines read", self._rank)
+            why = f"trainer rank {self._rank}: {calls.short(error)}"
+            for engine in self._engines:
+                moved.failures.setdefault(engine, why)
+        if self._coordinator is not None:
+            with timer.phase(phase):
+                results, failures = self._coordinator.finish_reads(started)
+            for engine, why in failures.items():
+                moved.failures.setdefault(engine, why)
+            if mode == "pull":
+                self._take(results, moved, timer)
+            else:
+                for engine, answers in results.items():
+                    lines = [line for answer in answers.values() for line in answer]
+                    if lines:
+                        moved.differences.setdefault(engine, []).extend(lines)
+        return moved
+
+    def _take(
+        self, results: Mapping[str, Mapping[str, ReadResult]], moved: Moved, timer: PhaseTimer
+    ) -> None:
+        answers = {rank: answer for ranks in results.values() for rank, answer in ranks.items()}
+        moved.nbytes += sum(answer.nbytes for answer in answers.values())
+        if self._packs:
+            return
+        moved.finalised = {rank: answer.sums for rank, answer in answers.items()}
+        # They were waited for as one; the slowest rank says what took how long.
+        for phase, seconds in slowest(answer.seconds for answer in answers.values()).items():
+            if phase != "pull":
+                timer.seconds["pull"] -= seconds
+                timer.seconds[phase] = timer.seconds.get(phase, 0.0) + seconds
+
+    def _pack(
+        self,
+        sync_id: str,
+        mode: Literal["pull", "compare"],
+        given_up: Mapping[str, str],
+        moved: Moved,
+        timer: PhaseTimer,
+    ) -> None:
+        active = [s for s in self._senders if s.engine not in given_up]
+        for sender in active:
+            sender.start(sync_id, mode, checksum=self._verify, timer=timer)
+        # Round by round over all engine ranks, so that they pull at the same time.
+        for key in dict.fromkeys(key for sender in active for key in sender.sources):
+            tensor = self._flat(key)
+            for sender in active:
+                guard(
+                    self._rank,
+                    sender,
+                    moved,
+                    lambda s=sender, k=key, t=tensor: s.offer(k, t),  # type: ignore[misc]
+                )
+        for sender in active:
+            guard(self._rank, sender, moved, sender.finish)
+        collect(active, mode, moved)
+
+    def _flat(self, key: str) -> torch.Tensor:
+        block, dtype = key.split("/")
+        return self._typed(int(block), dtype)
+
+    def _typed(self, block: int, dtype: str) -> torch.Tensor:
+        view = self._views.get((block, dtype))
+        if view is None:
+            kind = torch_dtype(dtype)
+            whole = self._blocks[block]
+            view = whole[: whole.numel() // kind.itemsize * kind.itemsize].view(kind)
+            self._views[block, dtype] = view
+        return view
+
+    def _prepare_sums(self, plan: DirectPlan) -> None:
+        # Engines of one shape want the same slices at the same place: summed once.
+        parts: dict[tuple[Any, ...], Part] = {}
+        for target, t in plan.transfers_from(self._rank):
+            if t.how == "pack":
+                continue  # summed in the bucket
+            key = (t.block, t.src, t.dst.offset, t.dst.stride, t.src_dtype, t.dtype)
+            if key not in parts:
+                view = torch.as_strided(
+                    self._typed(t.block, t.src_dtype), t.src.shape, t.src.stride, t.src.offset
+                )
+                parts[key] = Part(view, t.dst.offset, t.dst.stride, torch_dtype(t.dtype))
+            self._summed.append((target, t.param, key))
+        self._sums = Sums(list(parts.items()))
+
+    def _sum_up(self, given_up: Mapping[str, str], moved: Moved) -> None:
+        values = self._sums.run() if self._sums is not None else {}
+        for target, param, key in self._summed:
+            if self._engines[target] not in given_up:
+                moved.add_sum(self._names[target], param, values[key])
+
+    def close(self) -> None:
+        """Gives staging memory and the registration of the parameters back."""
+        for sender in self._senders:
+            sender.close()
+        self._senders = []
+        self._views.clear()
+        self._sums, self._summed = None, []
+        nixl.deregister(self._blocks)
+        self._blocks = []

@@ -1,0 +1,255 @@
+"""One engine rank's reads of trainer memory: prepared at connect time, run at every sync.
+
+What lies in contiguous runs goes straight into the live parameters, all of it in one post per
+source. What would be a swarm of small runs is read into scratch memory in the order in which the
+source has it, and copied into place from there, one half of the scratch memory being filled while
+the other is emptied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sglang_rdt.dtypes import torch_dtype
+from sglang_rdt.errors import SlicesError
+from sglang_rdt.plan.runs import Runs, Unpack, UnpackRound, direct_runs, unpack_rounds
+from sglang_rdt.plan.specs import ITEMSIZE
+from sglang_rdt.plan.transfers import Transfer
+from sglang_rdt.transport import nixl
+from sglang_rdt.transport.reads import PreparedRead, Rows
+from sglang_rdt.transport.scratch import Scratch
+
+if TYPE_CHECKING:
+    from sglang_rdt.engine.live_weights import LiveWeights
+    from sglang_rdt.transport.agent import RemoteMemory
+
+
+@dataclass
+class _Filling:
+    """One filling of (a half of) the scratch memory."""
+
+    reads: list[PreparedRead]
+    copies: tuple[Unpack, ...]
+    scratch: torch.Tensor  # uint8, its bytes
+
+
+class DirectReader:
+    """Reads ``transfers`` into ``weights``. Event-loop thread only.
+
+    Args:
+        weights: the live parameters; they must stay where they are.
+        transfers: of this rank, checked against its parameters.
+        sources: trainer rank -> reference to its blocks.
+        scratch_bytes: the most scratch memory to use.
+        timeout_s: deadline of reaching one source.
+
+    Raises:
+        SlicesError: a transfer leaves its source's memory.
+        TransportError: a source cannot be reached.
+    """
+
+    def __init__(
+        self,
+        weights: LiveWeights,
+        transfers: Sequence[Transfer],
+        sources: Mapping[int, Any],
+        *,
+        scratch_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._weights = weights
+        self._transfers = [t for t in transfers if t.how != "pack"]
+        self._scratch_bytes = scratch_bytes
+        self._memory = {
+            source: nixl.memory_of(sources[source], timeout_s)
+            for source in sorted({t.source for t in self._transfers})
+        }
+        self.nbytes = sum(t.nbytes for t in self._transfers)
+        # Its own: others that used it would make it grow, and move, under the prepared reads.
+        self._scratch = Scratch(weights.device)
+        self._direct = [
+            self._read_in_place(source, direct_runs(of_source))
+            for source, of_source in _by_source(t for t in self._transfers if t.how == "direct")
+        ]
+        self._fillings = self._fill(
+            [t for t in self._transfers if t.how == "unpack"], self._scratch, halves=2
+        )
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch memory held."""
+        return self._scratch.nbytes
+
+    @property
+    def descriptors(self) -> int:
+        """Runs per sync."""
+        reads = [*self._direct, *(r for f in self._fillings for r in f.reads)]
+        return sum(read.count for read in reads)
+
+    def read(self, timeout_s: float) -> int:
+        """Reads everything; returns when every byte is in place; bytes read.
+
+        Raises:
+            DeadlineError, TransportError: naming the source.
+        """
+        deadline = time.monotonic() + timeout_s
+        for read in self._direct:
+            read.post()
+        for filling in self._fillings[:1]:
+            _post(filling)
+        for read in self._direct:
+            read.wait(deadline, timeout_s)
+        for i, filling in enumerate(self._fillings):
+            for read in filling.reads:
+                read.wait(deadline, timeout_s)
+            if i + 1 < len(self._fillings):
+                # The other half is empty once the copies before these are done.
+                self._synchronize()
+                _post(self._fillings[i + 1])
+            self._unpack(filling)
+        self._synchronize()
+        return self.nbytes
+
+    def compare(self, timeout_s: float) -> list[str]:
+        """Reads everything again, into scratch memory; one line per difference."""
+        deadline = time.monotonic() + timeout_s
+        differences: list[str] = []
+        again = [replace(t, how="unpack") for t in self._transfers]
+        scratch = Scratch(self._weights.device)
+        for filling in self._fill(again, scratch, halves=1):
+            try:
+                # Never equal by accident: scratch that the read did not reach must not match.
+                filling.scratch.fill_(0xA5)
+                self._synchronize()
+                _post(filling)
+                for read in filling.reads:
+                    read.wait(deadline, timeout_s)
+                for copy in filling.copies:
+                    differences += self._difference(filling, copy)
+            finally:
+                for read in filling.reads:
+                    read.release()
+        scratch.close()
+        return differences
+
+    def close(self) -> None:
+        """Gives the prepared reads and the scratch memory back."""
+        for read in [*self._direct, *(r for f in self._fillings for r in f.reads)]:
+            read.release()
+        self._direct, self._fillings = [], []
+        self._scratch.close()
+
+    def _read_in_place(self, source: int, runs: Runs) -> PreparedRead:
+        base = np.array([self._weights.address(n) for n in runs.names], dtype=np.uint64)
+        return self._prepare(
+            source,
+            base[runs.param] + runs.param_at.astype(np.uint64),
+            runs.block,
+            runs.block_at,
+            runs.nbytes,
+        )
+
+    def _fill(
+        self, transfers: Sequence[Transfer], scratch: Scratch, *, halves: int
+    ) -> list[_Filling]:
+        if not transfers:
+            return []
+        half = self._scratch_bytes // halves
+        rounds = unpack_rounds(transfers, half)
+        halves = min(halves, len(rounds))
+        half = max(r.nbytes for r in rounds) + 15 & ~15
+        buffer = scratch.bytes(half * halves)
+        return [self._filling(r, buffer[i % halves * half :]) for i, r in enumerate(rounds)]
+
+    def _filling(self, one: UnpackRound, scratch: torch.Tensor) -> _Filling:
+        reads = []
+        for source in sorted(set(one.source.tolist())):
+            mine = one.source == source
+            reads.append(
+                self._prepare(
+                    source,
+                    np.uint64(scratch.data_ptr()) + one.at[mine].astype(np.uint64),
+                    one.block[mine],
+                    one.block_at[mine],
+                    one.run_bytes[mine],
+                )
+            )
+        return _Filling(reads, one.copies, scratch[: one.nbytes])
+
+    def _prepare(
+        self, source: int, local: Rows, block: Any, block_at: Any, nbytes: Any
+    ) -> PreparedRead:
+        memory = self._memory[source]
+        self._check(source, memory, block, block_at, nbytes)
+        addresses = np.array(memory.addresses, dtype=np.uint64)
+        device = self._weights.device
+        return PreparedRead(
+            memory,
+            local,
+            addresses[block] + block_at.astype(np.uint64),
+            nbytes.astype(np.uint64),
+            device=device.index or 0,
+            kind=device.type,
+            who=f"trainer rank {source}",
+        )
+
+    def _check(
+        self, source: int, memory: RemoteMemory, block: Any, block_at: Any, nbytes: Any
+    ) -> None:
+        sizes = np.array(memory.sizes, dtype=np.int64)
+        inside = (block >= 0) & (block < len(sizes)) & (block_at >= 0) & (nbytes > 0)
+        inside &= block_at + nbytes <= sizes[np.where(inside, block, 0)]
+        if not inside.all():
+            at = int(np.flatnonzero(~inside)[0])
+            raise SlicesError(
+                f"{self._weights.who}: {int(nbytes[at])} bytes at {int(block_at[at])} of block "
+                f"{int(block[at])} are not in the memory of trainer rank {source} "
+                f"({len(sizes)} blocks)"
+            )
+
+    def _unpack(self, filling: _Filling) -> None:
+        for copy in filling.copies:
+            self._weights.view(copy.param, copy.dst).copy_(_landed(filling, copy))
+
+    def _difference(self, filling: _Filling, copy: Unpack) -> list[str]:
+        held = self._weights.view(copy.param, copy.dst).contiguous()
+        expected = _landed(filling, copy).to(held.dtype)
+        wrong = int((_bytes(held) != _bytes(expected)).sum())
+        if not wrong:
+            return []
+        return [
+            f"{self._weights.who}: {copy.param} at element {copy.dst.offset}: {wrong} of "
+            f"{held.numel() * held.element_size()} bytes differ"
+        ]
+
+    def _synchronize(self) -> None:
+        if self._weights.device.type == "cuda":
+            torch.cuda.current_stream(self._weights.device).synchronize()
+
+
+def _post(filling: _Filling) -> None:
+    for read in filling.reads:
+        read.post()
+
+
+def _landed(filling: _Filling, copy: Unpack) -> torch.Tensor:
+    nbytes = copy.dst.numel * ITEMSIZE[copy.src_dtype]
+    flat = filling.scratch[copy.at : copy.at + nbytes]
+    return flat.view(torch_dtype(copy.src_dtype)).view(copy.dst.shape)
+
+
+def _bytes(contiguous: torch.Tensor) -> torch.Tensor:
+    return contiguous.reshape(-1).view(torch.uint8)
+
+
+def _by_source(transfers: Any) -> list[tuple[int, list[Transfer]]]:
+    grouped: dict[int, list[Transfer]] = {}
+    for t in transfers:
+        grouped.setdefault(t.source, []).append(t)
+    return sorted(grouped.items())

@@ -1,0 +1,75 @@
+"""Checksums of many slices at once: prepared at connect time, run at every sync.
+
+On a GPU one kernel sums all slices (one launch and one small copy back, at memory speed); on a CPU
+it is :func:`sglang_rdt.checksum.slice_sum` in a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from sglang_rdt.checksum import MASK, slice_sum
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice to be summed.
+
+    ``view``: its elements. ``offset``, ``stride``: index of its first element in the whole
+    parameter, and what one step in each dimension adds to it. ``dtype``: what the elements count
+    as, if they are stored as another (they are converted first).
+    """
+
+    view: torch.Tensor
+    offset: int
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def sum(self) -> int:
+        """Its checksum."""
+        return slice_sum(self.view.to(self.dtype), self.offset, self.stride)
+
+
+class Sums(Generic[K]):
+    """Sums ``parts`` (key, slice); slices of one key add up.
+
+    The slices' memory must stay where it is.
+    """
+
+    def __init__(self, parts: Sequence[tuple[K, Part]]) -> None:
+        self.keys = list(dict.fromkeys(key for key, _ in parts))
+        slot = {key: i for i, key in enumerate(self.keys)}
+        # 8-byte elements and conversions are rare: they go one by one.
+        fast = [(slot[k], p) for k, p in parts if p.view.is_cuda and _plain(p)]
+        self._slow = [(slot[k], p) for k, p in parts if not (p.view.is_cuda and _plain(p))]
+        self._kernels: list[Any] = []
+        if fast:
+            from sglang_rdt.sums_cuda import SumKernels
+
+            self._kernels = [SumKernels(fast, len(self.keys))]
+
+    def run(self) -> dict[K, int]:
+        """The checksums now, in ``[0, 2**64)``; on a GPU in the current stream."""
+        totals = [0] * len(self.keys)
+        for kernel in self._kernels:
+            kernel.start()
+        for i, part in self._slow:
+            totals[i] += part.sum()
+        for kernel in self._kernels:
+            for i, value in enumerate(kernel.result()):
+                totals[i] += value
+        return {key: totals[i] & MASK for i, key in enumerate(self.keys)}
+
+
+def _plain(part: Part) -> bool:
+    return (
+        part.view.dtype == part.dtype
+        and part.view.element_size() < 8
+        and part.view.dtype != torch.bool
+    )
