@@ -23,7 +23,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
-    packages=find_packages(include=["sglang_rdt", "sglang_rdt.*", "megatron_rdt", "megatron_rdt.*"]),
+    packages=find_packages(
+        include=["sglang_rdt", "sglang_rdt.*", "megatron_rdt", "megatron_rdt.*"]
+    ),
     package_data={"sglang_rdt": ["py.typed"], "megatron_rdt": ["py.typed"]},
     install_requires=[
         "ray>=2.56",
@@ -37,6 +39,7 @@ setup(
         "sglang": SGLANG,
         "megatron": MEGATRON,
         "demo": [*SGLANG, *MEGATRON],
+        "bench": [*SGLANG, *MEGATRON, "matplotlib>=3.8"],
         "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.10"],
     },
     entry_points={

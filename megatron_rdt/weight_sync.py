@@ -30,6 +30,7 @@ from sglang_rdt.coordinator.phases import PhaseTimer, SyncReport, human_bytes, s
 from sglang_rdt.errors import (
     EngineNotFoundError,
     ExportError,
+    PlanError,
     RdtError,
     SyncError,
     VerifyError,
@@ -152,11 +153,7 @@ class WeightSync:
             tuple(self._holdings.holds) if self._holdings else (),
         )
         trainers = self._group.collect(me)
-        plan: Plan | DirectPlan
-        if self._holdings is not None:
-            plan = self._connect_direct(trainers, self._holdings)
-        else:
-            plan = self._connect_bucketed(trainers)
+        plan = self._connect_direct(trainers) or self._connect_bucketed(trainers)
         self._connected = True
         if self._group.leads:
             logger.info(
@@ -214,10 +211,27 @@ class WeightSync:
         )
         return plan
 
-    def _connect_direct(self, trainers: Sequence[TrainerRank], holdings: Holdings) -> DirectPlan:
+    def _connect_direct(self, trainers: Sequence[TrainerRank]) -> DirectPlan | None:
+        """None if the sync has to be bucketed."""
+        holdings = self._holdings
+        if holdings is None:
+            return None
         # Before the engines pause: registering a model takes a second the first time.
         ref = self._group.together(lambda: _offer(holdings))
-        plan = self._group.lead(lambda: _plain(lambda: self._coordinate().connect_direct(trainers)))
+        try:
+            plan = self._group.lead(
+                lambda: _plain(lambda: self._coordinate().connect_direct(trainers))
+            )
+        except PlanError as error:
+            if self.settings.mode == "direct":
+                raise
+            # If the model itself does not fit, the bucketed plan says so again.
+            self._disconnect()
+            if self._group.leads:
+                logger.warning(
+                    "weights go in buckets, since direct mode is not possible: %s", error
+                )
+            return None
         self._engine_names = tuple(sorted({t.engine for t in plan.targets}))
         lead = self._coordinator
         senders: list[RouteSender] = []
@@ -390,6 +404,9 @@ class WeightSync:
     def _lead_begin(self, version: str, timer: PhaseTimer) -> tuple[str, dict[str, str]]:
         assert self._coordinator is not None
         sync_id = self._open_sync = self._coordinator.new_sync_id(f"sync-{version}")
+        assert self._mover is not None
+        if self._mover.begins:
+            return sync_id, {}
         with timer.phase("pause"):
             failures = self._coordinator.begin(sync_id)
             if failures:

@@ -39,6 +39,11 @@ class Mover(Protocol):
     """One rank's part in moving a sync. Every rank has one; both passes are collective."""
 
     @property
+    def begins(self) -> bool:
+        """Whether :meth:`move` begins the sync on the engines, too."""
+        ...
+
+    @property
     def staging_bytes(self) -> int:
         """Registered staging memory of this rank, in bytes."""
         ...

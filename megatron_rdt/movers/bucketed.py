@@ -52,6 +52,8 @@ class BucketedMover:
         self._checksum = checksum
         self._draws = draws
 
+    begins = False
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of all buckets."""

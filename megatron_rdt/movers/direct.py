@@ -66,6 +66,11 @@ class DirectMover:
             self._prepare_sums(plan)
 
     @property
+    def begins(self) -> bool:
+        """One round trip less, where engine ranks have nothing to wait for but their own reads."""
+        return not self._packs
+
+    @property
     def staging_bytes(self) -> int:
         """Bytes of the buckets for packed slices."""
         return sum(s.staging_bytes for s in self._senders)
@@ -91,11 +96,12 @@ class DirectMover:
         if self._coordinator is not None:
             good = [e for e in self._coordinator.engines if e not in given_up]
             with timer.phase(phase):
-                started = (
-                    self._coordinator.start_reads(sync_id, good, finalise=not self._packs)
-                    if mode == "pull"
-                    else self._coordinator.start_compares(sync_id, good)
-                )
+                if mode == "compare":
+                    started = self._coordinator.start_compares(sync_id, good)
+                elif self._packs:
+                    started = self._coordinator.start_reads(sync_id, good)
+                else:
+                    started = self._coordinator.start_syncs(sync_id)
         try:
             self._pack(sync_id, mode, given_up, moved, timer)
             if mode == "pull" and self._sums is not None:

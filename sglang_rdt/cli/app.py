@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from sglang_rdt import settings as settings_module
+from sglang_rdt.cli.bench import bench
+from sglang_rdt.cli.plan import plan
 
 app = typer.Typer(
     help="Weight sync from Megatron-core to SGLang over NIXL and Ray Direct Transport.",
@@ -34,6 +36,10 @@ def demo(
     settings = settings_module.load()
     if not run(kinds, steps, dtype, settings, Console()):
         raise typer.Exit(1)
+
+
+app.command()(bench)
+app.command()(plan)
 
 
 @app.command()

@@ -199,21 +199,28 @@ class Coordinator:
         request = self._request(sync_id, "sync")
         return self._each("begin", lambda engine: engine.start("begin_sync", request))
 
-    def start_reads(
-        self, sync_id: str, engines: Sequence[str], *, finalise: bool
-    ) -> dict[str, dict[str, Any]]:
-        """All ranks of ``engines`` read what they prepared; engine -> references.
+    def start_syncs(self, sync_id: str) -> dict[str, dict[str, Any]]:
+        """All ranks of all engines begin, read what they prepared, and end their session; engine
+        -> references. Nothing else must follow but :meth:`commit` or :meth:`abort`."""
+        request = self._request(sync_id, "sync")
+        return {
+            name: engine.start("sync_direct", request, self._connections[name], self._checksum)
+            for name, engine in self.engines.items()
+        }
 
-        Args:
-            finalise: whether nothing else follows, so that they end the session too.
-        """
-        checksum = self._settings.verify == "checksum"
+    def start_reads(self, sync_id: str, engines: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """All ranks of ``engines``, which have begun, read what they prepared; engine ->
+        references. Their session stays open for what others send them."""
         return {
             name: self.engines[name].start(
-                "read_direct", sync_id, self._connections[name], finalise, checksum
+                "read_direct", sync_id, self._connections[name], False, False
             )
             for name in engines
         }
+
+    @property
+    def _checksum(self) -> bool:
+        return self._settings.verify == "checksum"
 
     def start_compares(self, sync_id: str, engines: Sequence[str]) -> dict[str, dict[str, Any]]:
         """All ranks of ``engines`` read again and compare; engine -> references."""
@@ -225,11 +232,13 @@ class Coordinator:
     def finish_reads(
         self, started: Mapping[str, Mapping[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Waits for :meth:`start_reads`: engine -> engine rank (text) -> answer, and failures."""
+        """Waits for what was started: engine -> engine rank (text) -> answer, and failures."""
         results: dict[str, dict[str, Any]] = {}
         failures: dict[str, str] = {}
         for name, refs in started.items():
-            answers, errors = calls.settle(refs, self._settings.phase_timeout_s + GRACE_S, "pull")
+            # Two phases in one call, each with its own deadline on the engine.
+            timeout = 2 * self._settings.phase_timeout_s + GRACE_S
+            answers, errors = calls.settle(refs, timeout, "pull")
             if errors:
                 failures[name] = "pull: " + "; ".join(
                     f"{who}: {calls.short(e)}" for who, e in errors.items()
@@ -246,11 +255,10 @@ class Coordinator:
         Returns:
             engine rank (text) -> checksums by parameter, and failures per engine.
         """
-        checksum = self._settings.verify == "checksum"
         sums: dict[str, dict] = {}
         failures = self._each(
             "finalise",
-            lambda engine: engine.start("finalise", sync_id, checksum),
+            lambda engine: engine.start("finalise", sync_id, self._checksum),
             engines,
             on_result=sums.update,
         )

@@ -10,6 +10,7 @@ sgl-project/sglang#27723.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +36,8 @@ from sglang_rdt.transport import nixl
 logger = logging.getLogger("sglang_rdt")
 
 T = TypeVar("T")
+
+_SWITCH_INTERVAL_S = 0.0005
 
 
 class RdtSchedulerActor:
@@ -68,6 +71,9 @@ class RdtSchedulerActor:
         self._stall_timeout_s = settings.stall_timeout_s
         self.scheduler._request_dispatcher += TypeBasedDispatcher([(LoopCall, self._on_loop_call)])
         self._guard_pause_and_continue()
+        # The event loop spins, and gives the GIL up only when another thread has asked for so
+        # long. Python's 5 ms would be paid at the beginning and at the end of every sync.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
     def _make_identity(self, given: dict[str, Any]) -> EngineRank:
         args = self.scheduler.server_args
@@ -278,6 +284,19 @@ class RdtSchedulerActor:
             return ReadResult(moved, sums, timer.seconds)
 
         return self._command(read, sync_id)
+
+    def sync_direct(self, request: SyncRequest, connection: str, checksum: bool) -> ReadResult:
+        """:meth:`begin_sync` and a :meth:`read_direct` that finalises, in one call: each costs the
+        trainer a round trip in which the engine is paused.
+
+        Raises:
+            See both. A refusal to begin leaves the engine as it was.
+        """
+        timer = PhaseTimer()
+        with timer.phase("pause"):
+            self.begin_sync(request)
+        result = self.read_direct(request.sync_id, connection, True, checksum)
+        return replace(result, seconds={**timer.seconds, **result.seconds})
 
     def compare_direct(self, sync_id: str, connection: str) -> list[str]:
         """Reads everything again and compares it with the live bytes; one line per difference."""

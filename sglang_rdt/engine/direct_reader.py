@@ -1,13 +1,15 @@
 """One engine rank's reads of trainer memory: prepared at connect time, run at every sync.
 
 What lies in contiguous runs goes straight into the live parameters, all of it in one post per
-source. What would be a swarm of small runs is read into scratch memory in the order in which the
-source has it, and copied into place from there, one half of the scratch memory being filled while
-the other is emptied.
+source if nothing else is to be done. What would be a swarm of small runs is read into scratch
+memory in the order in which the source has it, and copied into place from there, one half of the
+scratch memory being filled while the other is emptied. Then the direct runs are posted a part at a
+time, a part with each filling, so that the link has work while scratch memory is emptied.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,13 +75,15 @@ class DirectReader:
         self.nbytes = sum(t.nbytes for t in self._transfers)
         # Its own: others that used it would make it grow, and move, under the prepared reads.
         self._scratch = Scratch(weights.device)
-        self._direct = [
-            self._read_in_place(source, direct_runs(of_source))
-            for source, of_source in _by_source(t for t in self._transfers if t.how == "direct")
-        ]
         self._fillings = self._fill(
             [t for t in self._transfers if t.how == "unpack"], self._scratch, halves=2
         )
+        parts = max(len(self._fillings), 1)
+        # The i-th part, from all sources, goes out with the i-th filling.
+        self._direct: list[list[PreparedRead]] = [[] for _ in range(parts)]
+        for source, of_source in _by_source(t for t in self._transfers if t.how == "direct"):
+            for i, runs in enumerate(_split(direct_runs(of_source), parts)):
+                self._direct[i].append(self._read_in_place(source, runs))
 
     @property
     def scratch_bytes(self) -> int:
@@ -89,8 +93,13 @@ class DirectReader:
     @property
     def descriptors(self) -> int:
         """Runs per sync."""
-        reads = [*self._direct, *(r for f in self._fillings for r in f.reads)]
-        return sum(read.count for read in reads)
+        return sum(read.count for read in self._reads())
+
+    def _reads(self) -> list[PreparedRead]:
+        return [
+            *(read for part in self._direct for read in part),
+            *(read for filling in self._fillings for read in filling.reads),
+        ]
 
     def read(self, timeout_s: float) -> int:
         """Reads everything; returns when every byte is in place; bytes read.
@@ -99,20 +108,19 @@ class DirectReader:
             DeadlineError, TransportError: naming the source.
         """
         deadline = time.monotonic() + timeout_s
-        for read in self._direct:
-            read.post()
-        for filling in self._fillings[:1]:
-            _post(filling)
-        for read in self._direct:
-            read.wait(deadline, timeout_s)
-        for i, filling in enumerate(self._fillings):
-            for read in filling.reads:
-                read.wait(deadline, timeout_s)
-            if i + 1 < len(self._fillings):
-                # The other half is empty once the copies before these are done.
-                self._synchronize()
-                _post(self._fillings[i + 1])
-            self._unpack(filling)
+        if self._fillings:
+            _post(self._fillings[0].reads)
+        for i, part in enumerate(self._direct):
+            _post(part)
+            if i < len(self._fillings):
+                _wait(self._fillings[i].reads, deadline, timeout_s)
+                if i + 1 < len(self._fillings):
+                    # The other half is empty once the copies before these are done.
+                    self._synchronize()
+                    _post(self._fillings[i + 1].reads)
+                self._unpack(self._fillings[i])
+        for part in self._direct:
+            _wait(part, deadline, timeout_s)
         self._synchronize()
         return self.nbytes
 
@@ -127,9 +135,8 @@ class DirectReader:
                 # Never equal by accident: scratch that the read did not reach must not match.
                 filling.scratch.fill_(0xA5)
                 self._synchronize()
-                _post(filling)
-                for read in filling.reads:
-                    read.wait(deadline, timeout_s)
+                _post(filling.reads)
+                _wait(filling.reads, deadline, timeout_s)
                 for copy in filling.copies:
                     differences += self._difference(filling, copy)
             finally:
@@ -140,7 +147,7 @@ class DirectReader:
 
     def close(self) -> None:
         """Gives the prepared reads and the scratch memory back."""
-        for read in [*self._direct, *(r for f in self._fillings for r in f.reads)]:
+        for read in self._reads():
             read.release()
         self._direct, self._fillings = [], []
         self._scratch.close()
@@ -233,9 +240,32 @@ class DirectReader:
             torch.cuda.current_stream(self._weights.device).synchronize()
 
 
-def _post(filling: _Filling) -> None:
-    for read in filling.reads:
+def _post(reads: Sequence[PreparedRead]) -> None:
+    for read in reads:
         read.post()
+
+
+def _wait(reads: Sequence[PreparedRead], deadline: float, timeout_s: float) -> None:
+    for read in reads:
+        read.wait(deadline, timeout_s)
+
+
+def _split(runs: Runs, parts: int) -> list[Runs]:
+    """Cut into at most ``parts`` of about equal bytes, in order; none is empty."""
+    ends = np.cumsum(runs.nbytes)
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, parts) / parts, side="right")
+    edges = np.unique(np.concatenate([[0], cuts, [len(runs)]]))
+    return [
+        Runs(
+            runs.names,
+            runs.param[low:high],
+            runs.param_at[low:high],
+            runs.block[low:high],
+            runs.block_at[low:high],
+            runs.nbytes[low:high],
+        )
+        for low, high in itertools.pairwise(edges.tolist())
+    ]
 
 
 def _landed(filling: _Filling, copy: Unpack) -> torch.Tensor:

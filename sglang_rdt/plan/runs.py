@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +79,7 @@ def direct_runs(transfers: Sequence[Transfer]) -> Runs:
     """The runs of the direct ``transfers`` from one source.
 
     What is adjacent on both sides is one run, also across transfers. Sorted by size, the smallest
-    first: posted in this order they take 10 % less time than the other way round (2xH200, 16.4 GB).
+    first: where one thread posts, the link is not kept waiting for the last of many small ones.
 
     Raises:
         SlicesError: a transfer is not direct, or they come from several sources.
@@ -108,8 +109,12 @@ def direct_runs(transfers: Sequence[Transfer]) -> Runs:
     return Runs(tuple(names), *(c[order] for c in columns))
 
 
-def _joined(one, one_at, two, two_at, nbytes):  # type: ignore[no-untyped-def]
-    """Merges runs that are adjacent on both sides; sorted by side one."""
+def _joined(*columns: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+    """Merges runs that are adjacent on both sides; sorted by side one.
+
+    Columns: memory and place of one side, memory and place of the other, bytes.
+    """
+    one, one_at, two, two_at, nbytes = columns
     order = np.lexsort((one_at, one))
     one, one_at, two, two_at, nbytes = (c[order] for c in (one, one_at, two, two_at, nbytes))
     follows = (

@@ -6,6 +6,7 @@ A :class:`Slice` is relative to the first element of its tensor: the same three 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -82,7 +83,8 @@ class Box:
         return math.prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
 
-def to_box(s: Slice, shape: Sequence[int], stride: Sequence[int]) -> Box | None:
+@functools.lru_cache(maxsize=1 << 16)  # engine ranks want the same slices of layer after layer
+def to_box(s: Slice, shape: tuple[int, ...], stride: tuple[int, ...]) -> Box | None:
     """``s`` in the index space of a tensor with ``shape`` and ``stride``, or None.
 
     Works for whatever ``narrow``, ``select``, ``chunk``, ``view`` of leading dimensions and

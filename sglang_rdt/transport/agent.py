@@ -4,9 +4,9 @@ A subclass of ``ray.experimental.rdt.nixl_tensor_transport.NixlTensorTransport``
 2.60), registered by Ray's public ``register_tensor_transport``. The stock one would do, but:
 
 - its agent is not safe to use from two threads, and Ray collects garbage on another one than the
-  one that pulls; and it spins on a core, always. Ours has NIXL's strict synchronisation, a progress
-  thread that sleeps, and threads that post (measured on 2xH200, 16.4 GB in 1,119 descriptors:
-  45.6 ms with four, 55 ms with none);
+  one that pulls; and its progress thread spins on a core, always, and on the lock that a transfer
+  needs. Ours has NIXL's strict synchronisation and a progress thread that sleeps (measured on
+  2xH200, 16.4 GB in 1,119 descriptors: 46.1 ms instead of 55, and 45.5 with threads that post);
 - it prepares a transfer anew at every ``ray.get`` and releases it afterwards: ours prepares once
   per reference and target, and posts again;
 - it waits with 1 ms sleeps, and synchronises the whole device at every put;

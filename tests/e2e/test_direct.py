@@ -99,20 +99,20 @@ def test_the_next_step_waits_for_the_sync_under_way(
     def overlap(rank: Any) -> dict[str, float]:
         coordinator = rank.sync._coordinator
         if coordinator is not None:
-            start = coordinator.start_reads
+            start = coordinator.start_syncs
 
             def slow(*args: Any, **kwargs: Any) -> Any:
                 time.sleep(1.5)  # the step below would come first
                 return start(*args, **kwargs)
 
-            coordinator.start_reads = slow
+            coordinator.start_syncs = slow
         began = time.perf_counter()
         assert rank.sync.sync("during", wait=False) is None
         returned = time.perf_counter() - began
         assert rank.trainer.step()["updated"]
         stepped = time.perf_counter() - began
         if coordinator is not None:
-            del coordinator.start_reads
+            del coordinator.start_syncs
         assert rank.sync.wait() is None  # the step has waited
         return {"returned": returned, "stepped": stepped, "report": rank.sync.last_report.version}
 
@@ -155,7 +155,9 @@ def test_a_failed_sync_under_way_stops_the_next_step(
         before = [p.detach().clone() for p in rank.trainer.model_chunks[0].parameters()]
         mover = rank.sync._mover
         rank.sync._mover = type(
-            "Broken", (), {"move": lambda *a: 1 / 0, "close": lambda self: mover.close()}
+            "Broken",
+            (),
+            {"begins": False, "move": lambda *a: 1 / 0, "close": lambda self: mover.close()},
         )()
         rank.sync.sync("lost", wait=False)
         message = ""

@@ -499,14 +499,14 @@ def shapes(draw: st.DrawFn) -> Shape:
     """Sizes that every parallel size here divides."""
     wide = draw(st.sampled_from(["float32", "int32", "float16"]))
     return Shape(
-        hidden=draw(st.sampled_from([1, 3, 4, 8])),
-        dim=draw(st.integers(1, 3)),
-        groups=draw(st.sampled_from([4, 8])),
+        hidden=draw(st.sampled_from([1, 3, 4])),
+        dim=draw(st.integers(1, 2)),
+        groups=draw(st.sampled_from([4, 4, 8])),
         per_group=draw(st.integers(1, 3)),
         inter=4 * draw(st.integers(1, 3)),
         vocab=draw(st.integers(1, 20)),
-        experts=draw(st.sampled_from([4, 8])),
-        layers=draw(st.integers(2, 3)),
+        experts=4,
+        layers=draw(st.integers(1, 2)),
         dtype=wide,
         norm_dtype=draw(st.sampled_from([wide, "float32"])),
         param_dtype=draw(st.sampled_from([wide, "float32", "float64", "float16"])),

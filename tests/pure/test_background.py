@@ -21,7 +21,9 @@ def test_it_runs_beside_the_caller_and_returns_its_value() -> None:
     assert not pending.done
     go.set()
     waited, thread = pending.result()
-    assert waited and thread != caller and pending.done
+    assert waited
+    assert thread != caller
+    assert pending.done
 
 
 def test_its_error_is_raised_where_it_is_waited_for() -> None:

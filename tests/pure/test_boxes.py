@@ -92,6 +92,7 @@ def aligned(draw: st.DrawFn) -> tuple[tuple[int, ...], Slice, Slice]:
 @example(((2, 3, 4), Slice(5, (14,), (1,)), Slice(0, (14,), (1,))))
 @example(((6, 2), Slice(0, (2, 2, 2), (6, 2, 1)), Slice(0, (2, 2, 2), (16, 2, 1))))  # groups
 @example(((4, 4), Slice(0, (4,), (5,)), Slice(0, (4,), (1,))))  # a diagonal
+@example(((4,), Slice(0, (2, 3), (1, 1)), Slice(0, (2, 3), (3, 1))))  # some elements twice
 @example(((1, 4, 1), Slice(0, (4, 1, 1), (1, 1, 1)), Slice(0, (4, 1, 1), (1, 7, 9))))
 def test_parts_are_the_slice_element_by_element(
     case: tuple[tuple[int, ...], Slice, Slice],

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import pickle
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rdt.errors import PlanError, SlicesError
 from sglang_rdt.plan import compose, direct
 from sglang_rdt.plan.costs import LinkCosts
 from sglang_rdt.plan.direct import (
+    DirectPlan,
     Transfer,
     check_target_transfers,
     make_direct_plan,
@@ -24,7 +27,7 @@ from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import Block, EngineRankLayout, Hold, TrainerRank, Want
 
 from . import resharding, scale
-from .builders import copy, engine_rank, layout, param, rect, row_major, spec
+from .builders import copy, elements, engine_rank, layout, param, rect, row_major, spec
 from .resharding import Cut, Shape
 
 # Descriptors that cost nothing, as much as on a real link, and so much that everything is staged.
@@ -52,7 +55,7 @@ def test_a_direct_sync_fills_every_parameter(data: st.DataObject) -> None:
     plan = make_direct_plan(trainers, layouts, costs=costs, allow_cast=True)
     hf = resharding.values(shape)
     blocks = {t.rank: resharding.memory_of(shape, cut, t, hf) for t in trainers}
-    memory = data.draw(st.sampled_from([8, 24, 100, 1 << 20]))
+    memory = data.draw(st.sampled_from([16, 100, 1 << 20, 1 << 20]))
     moved = resharding.run(plan, layouts, blocks, memory, memory)
     resharding.check(shape, layouts, moved, tp, ep, hf)
 
@@ -81,7 +84,7 @@ def test_a_direct_sync_fills_every_parameter(data: st.DataObject) -> None:
     assert set(plan.specs) == set(hf)
 
 
-def plan_of(shape: Shape, cut: Cut, tp: int = 2, ep: int = 1, **more: object):  # type: ignore[no-untyped-def]
+def plan_of(shape: Shape, cut: Cut, tp: int = 2, ep: int = 1, **more: bool) -> DirectPlan:
     return make_direct_plan(
         resharding.trainers(shape, cut), resharding.engines(shape, tp, ep, 2), **more
     )
@@ -149,63 +152,77 @@ class Held:
     memory: dict[int, list[np.ndarray]]
     held: np.ndarray
     wanted: list[np.ndarray]
-    values: np.ndarray
 
 
-def random_rect(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    bounds = []
-    for n in shape:
-        low = draw(st.integers(0, n - 1))
-        bounds.append((low, draw(st.integers(low + 1, n))))
-    return bounds
+@st.composite
+def parts_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
+    """A rectangle of a tensor, or a run through its rows, or groups of these."""
+    numel = math.prod(shape)
+    kind = draw(st.sampled_from(["rectangle", "rectangle", "run", "groups"]))
+    if kind == "rectangle":
+        bounds = []
+        for n in shape:
+            low = draw(st.integers(0, n - 1))
+            bounds.append((low, draw(st.integers(low + 1, n))))
+        return rect(shape, *bounds)
+    first = draw(st.integers(0, numel - 1))
+    count = draw(st.integers(1, numel - first))
+    if kind == "run":
+        return Slice(first, (count,), (1,))
+    step = draw(st.integers(1, count))
+    return Slice(first, (count // step, draw(st.integers(1, step))), (step, 1))
 
 
 @st.composite
 def held(draw: st.DrawFn) -> Held:
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
     one = spec("hf", shape, "int32")
-    values = np.arange(1, one.numel + 1, dtype=np.int32).reshape(shape)
-    seen = np.zeros(shape, np.bool_)
+    values = np.arange(1, one.numel + 1, dtype=np.int32)
+    seen = np.zeros(one.numel, np.bool_)
     trainers, memory = [], {}
-    everything = draw(st.booleans())
-    for rank in range(draw(st.integers(1, 4))):
+    count = draw(st.integers(1, 4))
+    places: list[list[Slice]] = [
+        [draw(parts_of(shape)) for _ in range(draw(st.integers(0, 3)))] for _ in range(count)
+    ]
+    if draw(st.integers(0, 3)):  # somebody holds everything, one run here and the next one there
+        cuts = {0, one.numel} | draw(st.sets(st.integers(0, one.numel), max_size=3))
+        for low, high in itertools.pairwise(sorted(cuts)):
+            for rank in draw(st.sets(st.integers(0, count - 1), min_size=1)):
+                places[rank].append(Slice(low, (high - low,), (1,)))
+    for rank, mine in enumerate(places):
         holds, blocks, arrays = [], [], []
-        for number in range(draw(st.integers(0, 4))):
-            bounds = random_rect(draw, shape)
-            if everything and rank == 0 and number == 0:
-                bounds = [(0, n) for n in shape]
-            box = tuple(slice(a, b) for a, b in bounds)
-            order = draw(st.permutations(range(len(shape))))
-            hf = rect(shape, *bounds)
+        for number, hf in enumerate(draw(st.permutations(mine))):
+            order = draw(st.permutations(range(len(hf.shape))))
             # Stored in any order of dimensions, behind a gap.
-            stored = np.ascontiguousarray(values[box].transpose(order))
-            stride = [0] * len(shape)
+            part = values[elements(hf)].reshape(hf.shape)
+            stored = np.ascontiguousarray(part.transpose(order))
+            stride = [0] * len(hf.shape)
             for at, d in enumerate(order):
-                stride[d] = row_major(stored.shape)[at]
+                stride[d] = row_major([hf.shape[d] for d in order])[at]
             gap = draw(st.integers(0, 3))
             array = np.concatenate([np.full(gap, -7, np.int32), stored.reshape(-1)])
             holds.append(Hold("hf", hf, len(blocks), Slice(gap, hf.shape, tuple(stride)), "int32"))
             blocks.append(Block(f"b{number}", array.nbytes))
             arrays.append(array.view(np.uint8))
-            seen[box] = True
+            seen[elements(hf)] = True
         memory[rank] = arrays
         trainers.append(TrainerRank(rank, "n", (one,), {}, tuple(blocks), tuple(holds)))
     layouts, wanted = [], []
     for target in range(draw(st.integers(1, 3))):
-        bounds = [(0, n) for n in shape] if not target else random_rect(draw, shape)
-        box = tuple(slice(a, b) for a, b in bounds)
-        p = param("p", [b - a for a, b in bounds], "int32")
-        want = Want("p", Slice(0, p.shape, p.stride), "hf", rect(shape, *bounds))
+        src = draw(parts_of(shape)) if target else rect(shape)
+        p = param("p", src.shape, "int32")
+        want = Want("p", Slice(0, p.shape, p.stride), "hf", src)
         layouts.append(layout([p], [want], rank=engine_rank(target, engine="e", tp_size=3)))
-        wanted.append(values[box])
-    return Held(trainers, layouts, memory, seen, wanted, values)
+        wanted.append(values[elements(src)])
+    return Held(trainers, layouts, memory, seen, wanted)
 
 
+@settings(max_examples=300)
 @given(held(), st.sampled_from(COSTS))
 def test_holds_may_overlap_in_any_way_and_what_nobody_holds_is_named(
     case: Held, costs: LinkCosts
 ) -> None:
-    lost = [int((~case.held.reshape(-1)[w.reshape(-1) - 1]).sum()) for w in case.wanted]
+    lost = [int((~case.held[w - 1]).sum()) for w in case.wanted]
     if any(lost):
         with pytest.raises(PlanError) as caught:
             make_direct_plan(case.trainers, case.layouts, costs=costs)
@@ -218,18 +235,73 @@ def test_holds_may_overlap_in_any_way_and_what_nobody_holds_is_named(
     plan = make_direct_plan(case.trainers, case.layouts, costs=costs)
     moved = resharding.run(plan, case.layouts, case.memory, 1 << 10, 1 << 10)
     for got, wanted in zip(moved, case.wanted, strict=True):
-        assert got.memory["p"].tobytes() == np.ascontiguousarray(wanted).tobytes()
+        assert got.memory["p"].tobytes() == wanted.tobytes()
         assert (got.writes["p"] == 1).all()
 
 
+def test_a_flat_run_of_a_tensor_lies_where_its_rows_lie() -> None:
+    s, p = spec("hf", (3, 4)), param("p", (3, 4))
+    trainers = [
+        TrainerRank(
+            rank,
+            "n",
+            (s,),
+            {},
+            (Block("w", 32),),
+            (Hold("hf", Slice(6 * rank, (6,), (1,)), 0, Slice(2, (6,), (1,)), "float32"),),
+        )
+        for rank in (0, 1)
+    ]
+    plan = make_direct_plan(trainers, [layout([p], [copy(p, s)])])
+    pairs = {
+        (t.source, of, to)
+        for t in plan.transfers(0)
+        for of, to in zip(elements(t.src), elements(t.dst), strict=True)
+    }
+    assert pairs == {(e // 6, 2 + e % 6, e) for e in range(12)}
+
+
 def test_tied_weights_that_a_rank_holds_twice_are_one_holder() -> None:
-    s, p = spec("hf", (4,)), param("p", (4,))
-    two = [Hold("hf", rect((4,)), b, rect((4,)), "float32") for b in (0, 1)]
-    blocks = (Block("a", 16), Block("b", 16))
-    one = TrainerRank(0, "n", (s,), {}, blocks, tuple(two))
-    plan = make_direct_plan([one], [layout([p], [copy(p, s)])])
+    n = 1 << 22
+    s, p = spec("hf", (n, 4)), param("p", (n, 4))
+    two = [Hold("hf", rect((n, 4)), b, rect((n, 4)), "float32") for b in (0, 1)]
+    blocks = (Block("a", 16 * n), Block("b", 16 * n))
+    trainers = [TrainerRank(r, "n", (s,), {}, blocks, tuple(two[: 2 - r])) for r in (0, 1)]
+    layouts = [layout([p], [copy(p, s)], rank=engine_rank(engine=f"e{i}")) for i in (0, 1)]
+    plan = make_direct_plan(trainers, layouts)
+    assert plan.egress.tolist() == [16 * n, 16 * n]
     (only,) = plan.transfers(0)
-    assert (only.block, only.src) == (0, rect((4,)))
+    assert (only.block, only.src) == (0, rect((n, 4)))
+
+
+def test_holders_that_store_a_tensor_differently_are_read_differently() -> None:
+    s, p = spec("hf", (512, 512)), param("p", (512, 512))
+    block = (Block("w", s.nbytes),)
+    trainers = [
+        TrainerRank(r, "n", (s,), {}, block, (Hold("hf", rect(s.shape), 0, local, "float32"),))
+        for r, local in enumerate([rect(s.shape), Slice(0, s.shape, (1, 512))])
+    ]
+    layouts = [layout([p], [copy(p, s)], rank=engine_rank(engine=f"e{i}")) for i in (0, 1)]
+    plan = make_direct_plan(trainers, layouts)
+    assert {(t.source, t.how) for i in (0, 1) for t in plan.transfers(i)} == {
+        (0, "direct"),
+        (1, "unpack"),
+    }
+
+
+def test_only_who_shares_memory_with_whom_tells_engine_ranks_apart() -> None:
+    s = spec("hf", (4, 6))
+    alone = layout([replace(PARAM, storage=7)], [copy(PARAM, s)], rank=engine_rank(engine="a"))
+    moved = layout([replace(PARAM, storage=8)], [copy(PARAM, s)], rank=engine_rank(engine="b"))
+    trainers = [TrainerRank(0, "n", (s,), {}, (Block("w", 96),), holder().holds)]
+    assert len(make_direct_plan(trainers, [alone, moved])._templates) == 1
+    tied, apart = (
+        layout([PARAM, replace(PARAM, name="q", storage=n)], [copy(PARAM, s)])
+        for n in (PARAM.storage, -1)
+    )
+    both = [replace(tied, rank=alone.rank), replace(apart, rank=moved.rank)]
+    with pytest.raises(PlanError, match=r"b dp0_pp0_tp0: q .* is covered by no HF tensor"):
+        make_direct_plan(trainers, both)
 
 
 # Refusals.

@@ -296,7 +296,8 @@ def test_a_guard_that_raises_prevents_the_step(module: SimpleNamespace) -> None:
     remove = hooks.add_guard(refuse)
     with pytest.raises(RuntimeError, match="under way failed"):
         optimizer.step()
-    assert not hasattr(optimizer, "called") and not heard
+    assert not hasattr(optimizer, "called")
+    assert not heard
     remove()
     optimizer.step()
     assert heard == [optimizer]

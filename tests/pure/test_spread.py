@@ -252,3 +252,18 @@ def test_nobody_wants_anything() -> None:
     assert spread([], [], [], ["n"], []) == []
     crowd = Crowd([(0, 1), (1,)], [pieces((1, 3, 5))], [0], ["n", "n"], ["n"])
     assert crowd.egress() == [0, 15]
+
+
+def test_small_classes_make_up_for_one_another() -> None:
+    classes = [(0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (0, 2, 3)]
+    one = pieces(*((c, 1, 100) for c in range(4)))
+    crowd = Crowd(classes, [one], [0], ["n"] * 4, ["n"], min_cut=1 << 20)
+    assert max(crowd.egress()) <= 200
+
+
+def test_who_serves_an_engine_rank_already_comes_before_others() -> None:
+    both = pieces((0, 64, 1 << 20), (1, 64, 1 << 18))
+    crowd = Crowd(
+        [(1, 2), (0, 1, 2)], [both, pieces((1, 64, 1 << 18))], [0, 0, 1], ["n"] * 3, ["n"] * 3
+    )
+    assert [crowd.sources(t) for t in range(3)] == [{1}, {2}, {0}]
