@@ -3,8 +3,7 @@
     python benchmarks/table.py           # writes it between the two markers
     python benchmarks/table.py --check   # fails if it is not up to date
 
-Files of ``sglang-rdt bench`` are taken as they are. Two older kinds of files are there too: their
-numbers are shown in the same columns, and what was not checked there is said.
+Files of ``sglang-rdt bench`` and ``sglang-rdt plan --simulate``, and one of an earlier script.
 """
 
 from __future__ import annotations
@@ -54,12 +53,8 @@ def rows(results: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[Row], l
             lines += _simulated(file, result)
         elif "paths" in result:
             table.append(_row(file, result))
-        elif "buckets" in result:
-            table.append(_old_gpu(file, result))
         elif "steps" in result:
             lines.append(_old_steps(file, result))
-        elif "sync_seconds" in result:
-            table.append(_old_cpu(file, result))
         else:
             raise ValueError(f"{file}: no result that this script knows")
     return table, lines
@@ -96,46 +91,6 @@ def _ranks(layout: str) -> str:
     named = [f"{k.upper()} {v}" for k, v in parts if v != "1" and k != "etp"]
     etp = [f"ETP {v}" for k, v in parts if k == "etp" and v != dict(parts).get("tp")]
     return " ".join(named + etp) or "TP 1"
-
-
-def _old_gpu(file: str, result: Mapping[str, Any]) -> Row:
-    best = min(result["buckets"], key=lambda b: result["buckets"][b]["total_ms"])
-    row = result["buckets"][best]
-    copies = sorted(result["peer_copy_ms"])
-    copy = copies[len(copies) // 2]
-    return Row(
-        file,
-        f"Qwen3-8B shape, {_size(row['nbytes'])}, 2×H200",
-        "TP 1 to TP 1",
-        {
-            "bucketed": _cell(row["total_ms"], row["nbytes"] / row["total_ms"] / 1e6),
-            "peer_copy": _cell(copy, row["nbytes"] / copy / 1e6),
-        },
-        [
-            f"an earlier script: {row['syncs']} syncs, best of {len(result['buckets'])} bucket "
-            f"sizes ({best}); the timed syncs' bytes were not compared"
-        ],
-    )
-
-
-def _old_cpu(file: str, result: Mapping[str, Any]) -> Row:
-    setup, total = result["setup"], result["sync_seconds"]["median"] * 1e3
-    nbytes = result["bytes_per_sync"]
-    copy = result["memcpy_seconds"] * 1e3
-    load = result["load_average"]["before"]
-    return Row(
-        file,
-        f"tiny, {_size(nbytes)}, {result['machine']['cores']} cores",
-        f"{setup['trainer']} to {setup['engine']}",
-        {
-            "bucketed": _cell(total, nbytes / total / 1e6),
-            "peer_copy": _cell(copy, nbytes / copy / 1e6),
-        },
-        [
-            f"an earlier script: {setup['syncs']} syncs with `{setup['verify']}` verification, load "
-            f"average {load:.0f}; bytes compared by that only"
-        ],
-    )
 
 
 def _trained(file: str, result: Mapping[str, Any]) -> str:

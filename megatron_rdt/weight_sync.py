@@ -141,6 +141,7 @@ class WeightSync:
         self.wait()
         started = time.perf_counter()
         self._disconnect()
+        self._agree_on_settings()
         self._group.together(lambda: cluster.join(self.settings, self._namespace))
         self._specs = list(self._group.together(self._source.specs))
         self._holdings = self._find_holdings()
@@ -171,6 +172,16 @@ class WeightSync:
         """``direct`` or ``bucketed``: how the connected sync moves."""
         return "direct" if self._holdings is not None else "bucketed"
 
+    def _agree_on_settings(self) -> None:
+        # What decides which collectives the ranks take part in.
+        mine = (self.settings.mode, self.settings.verify, self.settings.bucket_bytes)
+        for rank, theirs in enumerate(self._group.gather(mine)):
+            if theirs != mine:
+                raise RdtError(
+                    f"trainer ranks {self._group.rank} and {rank} have different settings of mode, "
+                    f"verify and bucket_bytes: {mine} and {theirs}"
+                )
+
     def _find_holdings(self) -> Holdings | None:
         """Where HF tensors lie in this rank's memory, if direct mode is wanted and possible."""
         wanted = self.settings.mode
@@ -185,9 +196,11 @@ class WeightSync:
                     f"{type(self._source).__name__} does not say where HF tensors lie in memory"
                 )
             found = find()
-        except ExportError as caught:
+        except Exception as caught:  # a bridge's own error on one rank must not lose the others
+            if not isinstance(caught, ExportError):
+                logger.exception("tracing the bridge failed on trainer rank %d", self._group.rank)
             error = caught
-        problems = [p for p in self._group.gather(str(error) if error else None) if p]
+        problems = [p for p in self._group.gather(calls.short(error) if error else None) if p]
         if not problems:
             return found
         if wanted == "direct":

@@ -11,7 +11,7 @@ import torch
 
 from sglang_rdt.demo import proof
 from sglang_rdt.demo.trainer import Layout
-from sglang_rdt.errors import ExportError, RdtError, SyncError
+from sglang_rdt.errors import ExportError, PlanError, RdtError, SyncError
 from sglang_rdt.plan.costs import LinkCosts
 from sglang_rdt.transport import nixl
 from tests.e2e.conftest import DENSE_TP2, MOE_TP2, EngineKey, EnginePool, TrainerPool
@@ -216,6 +216,38 @@ def test_direct_by_order_needs_a_source_that_knows_its_memory(
         else:
             group.on_all(lambda rank: rank.sync.sync("in buckets"))
             assert group.on_all(lambda rank: rank.sync.mode) == ["bucketed"]
+
+
+@pytest.mark.parametrize("mode", ["direct", "auto"])
+def test_what_cannot_be_planned_goes_in_buckets_unless_direct_was_ordered(
+    mode: Any, engines: EnginePool, trainers: TrainerPool
+) -> None:
+    served = engines.get(DENSE_TP2)
+    group = trainers.get(MODEL, Layout(tp=2), seed=40)
+    group.attach(SETTINGS.replace(mode=mode), on_step=False, engines=[served.address])
+
+    def without_direct_plans(rank: Any) -> str:
+        from sglang_rdt.coordinator import coordinator
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise PlanError("trainer and engines do not fit together", ["w: an expanded source"])
+
+        original, coordinator.make_direct_plan = coordinator.make_direct_plan, refuse
+        try:
+            rank.sync.sync("anyhow")
+        except PlanError as error:
+            return str(error)
+        finally:
+            coordinator.make_direct_plan = original
+        return str(rank.sync.mode)
+
+    said = group.on_all(without_direct_plans)
+    if mode == "direct":
+        assert all("an expanded source" in text for text in said)
+        assert served.generate(proof.PROMPT, 2)[1] != "anyhow"
+    else:
+        assert said == ["bucketed", "bucketed"]
+        assert_engine_holds(MODEL, group.weights(), served)
 
 
 def test_without_the_step_hook_no_sync_goes_on_alone(
