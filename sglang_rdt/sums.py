@@ -6,6 +6,7 @@ it is :func:`sglang_rdt.checksum.slice_sum` in a loop.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,6 +14,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sglang_rdt.checksum import MASK, slice_sum
+
+logger = logging.getLogger("sglang_rdt")
 
 K = TypeVar("K", bound=Hashable)
 
@@ -48,23 +51,44 @@ class Sums(Generic[K]):
         # 8-byte elements and conversions are rare: they go one by one.
         fast = [(slot[k], p) for k, p in parts if p.view.is_cuda and _plain(p)]
         self._slow = [(slot[k], p) for k, p in parts if not (p.view.is_cuda and _plain(p))]
-        self._kernels: list[Any] = []
-        if fast:
-            from sglang_rdt.sums_cuda import SumKernels
-
-            self._kernels = [SumKernels(fast, len(self.keys))]
+        self._kernel = _kernel(fast, len(self.keys)) if fast else None
+        if self._kernel is None:
+            self._slow += fast
 
     def run(self) -> dict[K, int]:
         """The checksums now, in ``[0, 2**64)``; on a GPU in the current stream."""
         totals = [0] * len(self.keys)
-        for kernel in self._kernels:
-            kernel.start()
+        if self._kernel is not None:
+            self._kernel.start()
         for i, part in self._slow:
             totals[i] += part.sum()
-        for kernel in self._kernels:
-            for i, value in enumerate(kernel.result()):
+        if self._kernel is not None:
+            for i, value in enumerate(self._kernel.result()):
                 totals[i] += value
         return {key: totals[i] & MASK for i, key in enumerate(self.keys)}
+
+
+def _kernel(parts: Sequence[tuple[int, Part]], slots: int) -> Any:
+    """The kernel over ``parts``, compiled and tried out; None if there is none that works here."""
+    try:
+        from sglang_rdt.sums_cuda import SumKernels
+
+        # The smallest slice of each element size, against the loop.
+        smallest: dict[int, Part] = {}
+        for _, part in sorted(parts, key=lambda p: p[1].view.numel(), reverse=True):
+            if part.view.numel():
+                smallest[part.view.element_size()] = part
+        for part in smallest.values():
+            trial = SumKernels([(0, part)], 1)
+            trial.start()
+            if trial.result()[0] & MASK != part.sum():
+                raise RuntimeError(f"it sums a {part.view.dtype} slice wrongly")
+        return SumKernels(parts, slots)
+    except Exception as error:
+        logger.warning(
+            "checksums go slice by slice, since the kernel does not work here: %s", error
+        )
+        return None
 
 
 def _plain(part: Part) -> bool:

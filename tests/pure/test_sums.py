@@ -51,6 +51,7 @@ def test_the_kernel_sums_like_the_loop(dtype: torch.dtype) -> None:
     expected = Sums(parts).run()
     on_gpu = [(k, Part(_moved(p.view), p.offset, p.stride, p.dtype)) for k, p in parts]
     prepared = Sums(on_gpu)
+    assert (prepared._kernel is None) == (dtype.itemsize == 8)
     assert prepared.run() == expected
     assert prepared.run() == expected
 
