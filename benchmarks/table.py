@@ -75,6 +75,9 @@ def _row(file: str, result: Mapping[str, Any]) -> Row:
     if result.get("verify", "off") != "off":
         notes.append(f"direct and bucketed with `{result['verify']}` verification")
     notes += [f"{PATHS[name]}: failed" for name in result.get("failed", {})]
+    gpus = layout.get("trainer_gpus")
+    if gpus and layout["trainer"].count("=1") < layout["trainer"].count("=") and len(gpus) == 1:
+        notes.append("all trainer ranks on one GPU")
     engines = layout.get("engines", 1)
     return Row(
         file,
@@ -133,7 +136,16 @@ def _simulated(file: str, result: Mapping[str, Any]) -> list[str]:
             f"**On paper**, [{run['model']}]({_link(file)}), {_ranks(layout['trainer'])} on "
             f"{layout['trainer_ranks']} ranks to {layout['engines']} × {_ranks(layout['engine'])}, "
             f"{run['links']['nic_gbps']:g} GB/s per GPU: planned in {run['planning']['seconds']:.1f} s, "
-            f"{run['bytes'] / 1e12:.1f} TB, worst link {worst:g} of the mean, predicted {seconds}."
+            f"{run['bytes'] / 1e12:.1f} TB, {run['largest_engine_rank_bytes'] / 1e9:.0f} GB on an "
+            f"engine GPU, worst link {worst:g} of the mean, predicted {seconds}."
+        )
+    if len(runs) > 2:
+        slowest = max(r["predicted"]["sync_worst_ms"] for r in runs) / 1e3
+        planned = max(r["planning"]["seconds"] for r in runs)
+        lines.append(
+            f"On paper, the other {len(runs) - len(chosen)} layouts of that file: up to "
+            f"{slowest:.1f} s, planned in up to {planned:.1f} s. What an engine GPU holds is what the "
+            "layout asks for, whether such a GPU exists or not."
         )
     published = [
         f"{o['who']}, {o['seconds']} s ({o['conditions']})" for o in result.get("published", [])
@@ -178,8 +190,8 @@ def render(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     out += [
         "",
         "Medians, from the call until generation goes on. Unless a note says otherwise, every engine "
-        "parameter was compared byte for byte after the last sync of each path, with values that "
-        "neither a bridge nor a loader had made, and all were equal.",
+        "parameter was compared byte for byte after the last sync of each path but the raw copy, with "
+        "values that neither a bridge nor a loader had made, and all were equal.",
     ]
     if notes:
         out += ["", *(f"{i}. {note[0].upper()}{note[1:]}." for i, note in enumerate(notes, 1))]

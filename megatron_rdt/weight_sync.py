@@ -168,8 +168,10 @@ class WeightSync:
         return plan
 
     @property
-    def mode(self) -> str:
-        """``direct`` or ``bucketed``: how the connected sync moves."""
+    def mode(self) -> str | None:
+        """``direct`` or ``bucketed``: how the sync moves; None before it has connected."""
+        if self._mover is None:
+            return None
         return "direct" if self._holdings is not None else "bucketed"
 
     def _agree_on_settings(self) -> None:

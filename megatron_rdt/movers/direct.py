@@ -8,6 +8,7 @@ same time, straight from the parameters. Checksums of what is read are computed 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -91,55 +92,70 @@ class DirectMover:
         timer: PhaseTimer,
     ) -> Moved:
         moved = Moved()
-        phase = "pull" if mode == "pull" else "verify"
+        began = time.perf_counter()
         started: dict[str, Any] = {}
         if self._coordinator is not None:
             good = [e for e in self._coordinator.engines if e not in given_up]
-            with timer.phase(phase):
-                if mode == "compare":
-                    started = self._coordinator.start_compares(sync_id, good)
-                elif self._packs:
-                    started = self._coordinator.start_reads(sync_id, good)
-                else:
-                    started = self._coordinator.start_syncs(sync_id)
+            if mode == "compare":
+                started = self._coordinator.start_compares(sync_id, good)
+            elif self._packs:
+                started = self._coordinator.start_reads(sync_id, good)
+            else:
+                started = self._coordinator.start_syncs(sync_id)
+        own_s = 0.0
         try:
             self._pack(sync_id, mode, given_up, moved, timer)
             if mode == "pull" and self._sums is not None:
-                with timer.phase("verify"):
-                    self._sum_up(given_up, moved)
+                own = time.perf_counter()
+                self._sum_up(given_up, moved)
+                own_s = time.perf_counter() - own
         except Exception as error:
             # The other ranks are in the same pass: it is reported at its end, not raised here.
             logger.exception("trainer rank %d failed while engines read", self._rank)
             why = f"trainer rank {self._rank}: {calls.short(error)}"
             for engine in self._engines:
                 moved.failures.setdefault(engine, why)
-        if self._coordinator is not None:
-            with timer.phase(phase):
-                results, failures = self._coordinator.finish_reads(started)
-            for engine, why in failures.items():
-                moved.failures.setdefault(engine, why)
-            if mode == "pull":
-                self._take(results, moved, timer)
-            else:
-                for engine, answers in results.items():
-                    lines = [line for answer in answers.values() for line in answer]
-                    if lines:
-                        moved.differences.setdefault(engine, []).extend(lines)
+        if self._coordinator is None:
+            return moved
+        results, failures = self._coordinator.finish_reads(started)
+        for engine, why in failures.items():
+            moved.failures.setdefault(engine, why)
+        whole_s = time.perf_counter() - began
+        if mode == "pull":
+            self._take(results, moved, timer, whole_s, own_s)
+            return moved
+        timer.add("verify", whole_s)
+        for engine, answers in results.items():
+            lines = [line for answer in answers.values() for line in answer]
+            if lines:
+                moved.differences.setdefault(engine, []).extend(lines)
         return moved
 
     def _take(
-        self, results: Mapping[str, Mapping[str, ReadResult]], moved: Moved, timer: PhaseTimer
+        self,
+        results: Mapping[str, Mapping[str, ReadResult]],
+        moved: Moved,
+        timer: PhaseTimer,
+        whole_s: float,
+        own_s: float,
     ) -> None:
         answers = {rank: answer for ranks in results.values() for rank, answer in ranks.items()}
         moved.nbytes += sum(answer.nbytes for answer in answers.values())
+        engines = slowest(answer.seconds for answer in answers.values())
         if self._packs:
+            # What was packed has its own phases; it went on beside the reads.
+            timer.add("pull", engines.get("pull", 0.0))
             return
         moved.finalised = {rank: answer.sums for rank, answer in answers.items()}
-        # They were waited for as one; the slowest rank says what took how long.
-        for phase, seconds in slowest(answer.seconds for answer in answers.values()).items():
-            if phase != "pull":
-                timer.seconds["pull"] -= seconds
-                timer.seconds[phase] = timer.seconds.get(phase, 0.0) + seconds
+        # One call did it all: its time, less what the slowest rank spent on other things, is the
+        # pull. Own checksums count for what they took longer than the engines.
+        late_s = max(own_s - sum(engines.values()), 0.0)
+        engines["verify"] = engines.get("verify", 0.0) + late_s
+        others = {phase: seconds for phase, seconds in engines.items() if phase != "pull"}
+        timer.add("pull", max(whole_s - sum(others.values()), 0.0))
+        for phase, seconds in others.items():
+            if seconds:
+                timer.add(phase, seconds)
 
     def _pack(
         self,

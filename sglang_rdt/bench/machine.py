@@ -14,6 +14,23 @@ from sglang_rdt.activation import installed_version
 PACKAGES = ("sglang-rdt", "sglang", "megatron-core", "mbridge", "ray", "nixl", "torch")
 
 
+def check_writable(folder: Path, option: str) -> None:
+    """Makes ``folder`` before anything long is begun.
+
+    Raises:
+        BenchError: nothing can be written there.
+    """
+    from sglang_rdt.bench.options import BenchError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as error:
+        raise BenchError(f"{option} {folder}: {error.strerror}") from None
+    if not writable:
+        raise BenchError(f"{option} {folder}: nothing can be written there")
+
+
 def pick_device(asked: str) -> tuple[Literal["cpu", "cuda"], int]:
     """``(device, GPUs)`` for ``auto``, ``cpu`` or ``cuda``.
 

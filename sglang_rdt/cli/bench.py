@@ -76,13 +76,16 @@ def bench(
     """Compare all ways to bring weights into an engine, side by side, on this machine."""
     from rich.console import Console
 
-    from sglang_rdt.bench.machine import pick_device
+    from sglang_rdt.bench.machine import check_writable, pick_device
     from sglang_rdt.bench.options import BenchError, make_options
 
     try:
         kind, gpus = pick_device(device)
     except ValueError as error:
-        raise BenchError(f"--device {error}") from None
+        raise BenchError(f"--device {device}: {error}") from None
+    check_writable(out.parent if calibrate and not out.is_dir() else out, "--out")
+    if disk_dir is not None:
+        check_writable(disk_dir, "--disk-dir")
     console = Console(width=max(Console().width, 100))  # the table needs as much, also in a log
     if calibrate:
         from sglang_rdt.bench.calibrate import calibrate as run_calibration

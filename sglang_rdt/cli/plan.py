@@ -91,6 +91,11 @@ def plan(
             fixed_ms / 1e3,
         ),
     )
+    if out:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SimulateError(f"--out {out}: {error.strerror}") from None
     outcome = run(job)
     console = Console(soft_wrap=True)
     for table in report.tables(outcome):

@@ -34,18 +34,19 @@ class PhaseTimer:
         now = time.perf_counter()
         if self._open:
             outer, since = self._open[-1]
-            self._add(outer, now - since)
+            self.add(outer, now - since)
         self._open.append((name, now))
         try:
             yield
         finally:
             now = time.perf_counter()
             _, since = self._open.pop()
-            self._add(name, now - since)
+            self.add(name, now - since)
             if self._open:
                 self._open[-1] = (self._open[-1][0], now)
 
-    def _add(self, name: str, seconds: float) -> None:
+    def add(self, name: str, seconds: float) -> None:
+        """Counts ``seconds`` more for ``name``."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -38,6 +39,8 @@ logger = logging.getLogger("sglang_rdt")
 T = TypeVar("T")
 
 _SWITCH_INTERVAL_S = 0.0005
+# For how long a loop that was parked leaves the GIL to Ray's threads.
+_YIELD_S = 0.001
 
 
 class RdtSchedulerActor:
@@ -121,13 +124,17 @@ class RdtSchedulerActor:
 
     def _on_loop_call(self, call: LoopCall) -> None:
         self._gate.handle(call)
-        if self._gate.parked and not self._gate.park(self._stall_timeout_s):
+        if not self._gate.parked:
+            return
+        if not self._gate.park(self._stall_timeout_s):
             try:
                 self._session.abort(
                     f"nothing was heard of its driver for {self._stall_timeout_s:g} s"
                 )
             except Exception:  # the event loop must not die of it
                 logger.exception("%s: giving a stalled sync up failed", self._identity)
+        # Whoever waited for the last command answers its caller before the loop spins again.
+        time.sleep(_YIELD_S)
 
     # Ray's threads.
 

@@ -35,8 +35,6 @@ Vote = Callable[[bool], bool]
 
 # How long a rank's loop waits for its own call after the broadcast told it of one.
 ARRIVAL_TIMEOUT_S = 10.0
-# For how long a loop that was parked leaves the GIL to Ray's threads.
-YIELD_S = 0.001
 
 
 @dataclass
@@ -177,8 +175,6 @@ class LoopGate:
                 left.append(self._commands.get_nowait())
         for call in left:
             call.future.set_exception(EngineStateError(f"{self._who}: the weight sync has ended"))
-        # Whoever waits for the last command answers its caller before the loop spins again.
-        time.sleep(YIELD_S)
         return released
 
     def will_park(self) -> None:
