@@ -51,6 +51,19 @@ def check_version(package: str) -> None:
         raise UnsupportedVersionError(package, version, range_text(*_RANGES[package]))
 
 
+class _WhereNobodyListens(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to stderr as long as the program has set up no logging of its own: without a handler
+    Python drops everything below a warning, and with it the line that each sync leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
 def activate() -> None:
     """Registers the hooks of all enabled patches, once per process.
 
@@ -70,7 +83,10 @@ def activate() -> None:
         settings = settings_module.load()
         _activated = True
     for name in ("sglang_rdt", "megatron_rdt"):
-        logging.getLogger(name).setLevel(settings.log_level.upper())
+        own = logging.getLogger(name)
+        own.setLevel(settings.log_level.upper())
+        if not any(isinstance(h, _WhereNobodyListens) for h in own.handlers):
+            own.addHandler(_WhereNobodyListens())
     errors: list[RdtError] = []
     for patch in PATCHES:
         if not settings.enabled or not settings.monkeypatch or not getattr(settings, patch.toggle):

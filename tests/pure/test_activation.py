@@ -428,3 +428,18 @@ def test_one_refused_patch_does_not_stop_the_others(site: Site) -> None:
     code = f"import {RAY_ENGINE}\ntry:\n    import sglang_rdt\nexcept RuntimeError:\n    pass\n"
     state = site.json(code + f"import {MEGATRON}\n" + SHOW)
     assert state["optimizer_step"] == "applied"
+
+
+def test_lines_are_seen_where_the_program_sets_up_no_logging() -> None:
+    program = (
+        "import logging, sys\n"
+        "if len(sys.argv) > 1: logging.basicConfig(level='INFO', format='own %(message)s')\n"
+        "import sglang_rdt\n"
+        "logging.getLogger('sglang_rdt').info('one line')\n"
+    )
+    for argument, expected in ((), "sglang_rdt INFO: one line\n"), (("own",), "own one line\n"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *argument], capture_output=True, text=True, timeout=120
+        )
+        assert done.stderr.count("one line") == 1
+        assert done.stderr.endswith(expected)
