@@ -95,6 +95,7 @@ class WeightSync:
         self._mover: Mover | None = None
         self._pending: InBackground[SyncReport] | None = None
         self._connected = False
+        self._warned = False
         self._steps = 0
         self._closed = False
         self._open_sync: str | None = None  # on rank 0: begun, and neither committed nor given up
@@ -120,7 +121,21 @@ class WeightSync:
         every = self.settings.export_every
         if every and self._steps % every == 0:
             self._optimizer = self._optimizer or optimizer
-            self.sync(str(self._steps), wait=not self.settings.overlap)
+            self.sync(str(self._steps), wait=not self._overlaps())
+
+    def _overlaps(self) -> bool:
+        """Whether the sync after a step goes on by itself: where that was asked for and can be."""
+        if not self.settings.overlap:
+            return False
+        if not self._connected:
+            self.connect()
+        if self.mode == "bucketed" and not self._warned and self._group.leads:
+            self._warned = True
+            logger.warning(
+                "MEGATRON_RDT_OVERLAP: the sync is bucketed, so each step waits for it (a bucketed "
+                "sync uses Megatron's process groups, and so does the next forward pass)"
+            )
+        return self.mode == "direct"
 
     def _before_step(self, optimizer: Any) -> None:
         # Whichever optimizer it is: a sync under way must not see a parameter change.
@@ -346,6 +361,11 @@ class WeightSync:
             self._reconnect_if_moved()
         if not self._connected:
             self.connect()
+        if not wait and self.mode == "bucketed":
+            raise RdtError(
+                "sync(wait=False) is for direct mode: a bucketed sync gathers over Megatron's own "
+                "process groups, which the next forward and backward pass uses at the same time"
+            )
         started = time.perf_counter()
         timer = PhaseTimer()
         with timer.phase("final_params"):
@@ -362,8 +382,15 @@ class WeightSync:
         Raises:
             SyncError: see :meth:`sync`.
         """
-        pending, self._pending = self._pending, None
-        return pending.result() if pending is not None else None
+        pending = self._pending
+        if pending is None:
+            return None
+        try:
+            return pending.result()
+        finally:
+            # Not if the wait itself was interrupted: the next step must still wait.
+            if pending.done and self._pending is pending:
+                self._pending = None
 
     def _make_final(self) -> None:
         make_final(self._chunks, self._optimizer)
@@ -374,7 +401,9 @@ class WeightSync:
     def _reconnect_if_moved(self) -> None:
         """Memory that was offloaded, resized or replaced is registered again."""
         held = self._holdings
-        moved = held is not None and self._source.addresses() != held.addresses  # type: ignore[attr-defined]
+        moved = self._group.together(
+            lambda: held is not None and self._source.addresses() != held.addresses  # type: ignore[attr-defined]
+        )
         if any(self._group.gather(moved)):
             if self._group.leads:
                 logger.warning("parameters moved in memory since the last sync; connecting again")

@@ -102,7 +102,8 @@ def _bits(view: torch.Tensor) -> list[tuple[Any, int]]:
 def _moments_cpu(bits: torch.Tensor, weights: tuple[int, ...]) -> tuple[int, int]:
     """``sum(bits)`` and ``sum(bits * index)``, modulo 2**64. NumPy's reductions are ten times
     torch's on a CPU."""
-    return _moments(bits.numpy(), weights)
+    # Not .numpy(): that makes the storage unresizable, which offloading of parameters needs.
+    return _moments(np.from_dlpack(bits), weights)
 
 
 def _moments(bits: np.ndarray[Any, Any], weights: tuple[int, ...]) -> tuple[int, int]:

@@ -22,8 +22,9 @@ class Holdings:
         blocks: the memory that the parameters lie in.
         holds: what is where in it.
         tensors: block number -> uint8 [nbytes], the block itself (no copy).
-        addresses: where each parameter begins. As long as ``source.addresses()`` equals this,
-            the blocks are where they were; otherwise ask for new holds.
+        addresses: which tensors there were, and where each began. As long as
+            ``source.addresses()`` equals this, the blocks are where they were; otherwise ask for
+            new holds.
     """
 
     blocks: tuple[Block, ...]

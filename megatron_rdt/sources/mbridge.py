@@ -87,7 +87,10 @@ class MBridgeSource:
         mpu = self._bridge.mpu
         self._expert_bridge = copy.copy(self._bridge)
         self._expert_bridge.mpu = replace(mpu, tp_size=mpu.etp_size)
-        self._params = [local for model in models for local in self._locals(model)]
+        self._models = models
+        self._params: list[_Local] = []
+        self._seen: tuple[int, ...] = ()
+        self._follow()
         self._set_vocabulary(models)
 
     def _locals(self, model: Any) -> Iterator[_Local]:
@@ -140,8 +143,16 @@ class MBridgeSource:
                     bridge.make_vocab_size_divisible_by = padded
                     bridge.vocab_size, bridge.padded_vocab_size = real, padded
 
+    def _follow(self) -> None:
+        """Finds the parameters anew if the model got other ones since."""
+        now = _places(self._models)
+        if now != self._seen:
+            self._params = [local for model in self._models for local in self._locals(model)]
+            self._seen = now
+
     def specs(self) -> Sequence[TensorSpec]:
         """Learned by converting meta tensors: no memory, no communication."""
+        self._follow()
         specs = []
         for local in self._params:
             meta = torch.empty(local.tensor.shape, dtype=local.tensor.dtype, device="meta")
@@ -159,6 +170,7 @@ class MBridgeSource:
             ExportError: a parameter is no plain tensor in memory, or the bridge computes an HF
                 tensor instead of cutting it out; names the parameter and the operation.
         """
+        self._follow()
         builder = HoldingsBuilder()
         for local in self._params:
             tracer = Tracer()
@@ -176,14 +188,16 @@ class MBridgeSource:
                     f"{type(error).__name__}: {error}"
                 ) from error
             builder.add(local.name, local.tensor, local.group_rank, tracer, converted)
-        return builder.build()
+        return replace(builder.build(), addresses=self.addresses())
 
     def addresses(self) -> tuple[int, ...]:
-        """Where each parameter begins now; compare with :attr:`Holdings.addresses`."""
-        return tuple(local.tensor.data_ptr() for local in self._params)
+        """Which tensors the model has now, and where each begins; compare with
+        :attr:`Holdings.addresses`. Cheap enough for every sync."""
+        return _places(self._models)
 
     def export(self, timer: PhaseTimer) -> Iterator[tuple[str, torch.Tensor]]:
         """Gathers up to ``gather_bytes`` at a time, all of it in flight at once, then converts."""
+        self._follow()
         for batch in self._batches():
             with timer.phase("gather"):
                 gathered = self._gather(batch)
@@ -238,6 +252,18 @@ class MBridgeSource:
                 f"{list(local.tensor.shape)}: {type(error).__name__}: {error}"
             ) from error
         return list(zip(names, tensors, strict=True))
+
+
+def _places(models: Sequence[Any]) -> tuple[int, ...]:
+    """Identity and address of every parameter, and of the buffers that are exported."""
+    tensors = (
+        tensor
+        for model in models
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), module._buffers.get("expert_bias"))
+        if tensor is not None
+    )
+    return tuple(number for t in tensors for number in (id(t), t.data_ptr()))
 
 
 def te_name(name: str, moe_layers: set[str]) -> str:

@@ -63,6 +63,7 @@ class Coordinator:
             flush=s.flush and purpose == "sync",
             stall_timeout_s=s.stall_timeout_s,
             begin_timeout_s=s.phase_timeout_s if purpose == "sync" else s.connect_timeout_s,
+            phase_timeout_s=s.phase_timeout_s,
         )
 
     def connect(self, trainers: Sequence[TrainerRank]) -> Plan:
@@ -236,8 +237,9 @@ class Coordinator:
         results: dict[str, dict[str, Any]] = {}
         failures: dict[str, str] = {}
         for name, refs in started.items():
-            # Two phases in one call, each with its own deadline on the engine.
-            timeout = 2 * self._settings.phase_timeout_s + GRACE_S
+            # Begin (which settles what it began), pull and finalise in one call, each with a
+            # deadline of its own on the engine.
+            timeout = 4 * self._settings.phase_timeout_s + 3 * GRACE_S
             answers, errors = calls.settle(refs, timeout, "pull")
             if errors:
                 failures[name] = "pull: " + "; ".join(
@@ -283,7 +285,8 @@ class Coordinator:
             status, errors = calls.settle(engine.start("rdt_status"), timeout, "status")
             found = {s.state for s in status.values()}
             if "dirty" in found:
-                states[name] = "dirty: it stays paused until a full sync succeeds"
+                (why, *_) = [s.detail for s in status.values() if s.state == "dirty"]
+                states[name] = f"dirty: it stays paused until a full sync succeeds; {why}"
             elif errors:
                 states[name] = "unknown: " + "; ".join(calls.short(e) for e in errors.values())
             else:

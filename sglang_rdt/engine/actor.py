@@ -180,6 +180,7 @@ class RdtSchedulerActor:
         def begin() -> None:
             self._session.begin(request)
             self._stall_timeout_s = request.stall_timeout_s
+            self._phase_timeout_s = request.phase_timeout_s
 
         self._gate.enter(request.sync_id, begin, request.begin_timeout_s)
         return self.rdt_identity()

@@ -75,12 +75,21 @@ class DirectReader:
         self.nbytes = sum(t.nbytes for t in self._transfers)
         # Its own: others that used it would make it grow, and move, under the prepared reads.
         self._scratch = Scratch(weights.device)
+        self._fillings: list[_Filling] = []
+        # The i-th part, from all sources, goes out with the i-th filling.
+        self._direct: list[list[PreparedRead]] = []
+        try:
+            self._prepare_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare_all(self) -> None:
         self._fillings = self._fill(
             [t for t in self._transfers if t.how == "unpack"], self._scratch, halves=2
         )
         parts = max(len(self._fillings), 1)
-        # The i-th part, from all sources, goes out with the i-th filling.
-        self._direct: list[list[PreparedRead]] = [[] for _ in range(parts)]
+        self._direct = [[] for _ in range(parts)]
         for source, of_source in _by_source(t for t in self._transfers if t.how == "direct"):
             for i, runs in enumerate(_split(direct_runs(of_source), parts)):
                 self._direct[i].append(self._read_in_place(source, runs))
@@ -130,8 +139,10 @@ class DirectReader:
         differences: list[str] = []
         again = [replace(t, how="unpack") for t in self._transfers]
         scratch = Scratch(self._weights.device)
-        for filling in self._fill(again, scratch, halves=1):
-            try:
+        fillings: list[_Filling] = []
+        try:
+            fillings = self._fill(again, scratch, halves=1)
+            for filling in fillings:
                 # Never equal by accident: scratch that the read did not reach must not match.
                 filling.scratch.fill_(0xA5)
                 self._synchronize()
@@ -139,10 +150,11 @@ class DirectReader:
                 _wait(filling.reads, deadline, timeout_s)
                 for copy in filling.copies:
                     differences += self._difference(filling, copy)
-            finally:
+        finally:
+            for filling in fillings:
                 for read in filling.reads:
                     read.release()
-        scratch.close()
+            scratch.close()
         return differences
 
     def close(self) -> None:

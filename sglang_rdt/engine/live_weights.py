@@ -115,9 +115,15 @@ class LiveWeights:
             raise TransportError(
                 f"{self._who}: no memory was offered by trainer ranks {sorted(missing)}"
             )
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         self._reader = DirectReader(
             self, transfers, self.sources, scratch_bytes=scratch_bytes, timeout_s=timeout_s
         )
+        # Where the bytes lie is known now; a reference held here would keep the trainer's
+        # parameters in memory after it has closed.
+        self.sources.clear()
         self._connection = connection
         return self._reader.nbytes
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sglang_rdt.engine.direct_reader import DirectReader
 from sglang_rdt.engine.live_weights import LiveWeights
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.scheduler_control import SchedulerControl
@@ -156,8 +157,19 @@ class RankSession:
     def read_direct(self, sync_id: str, connection: str, timeout_s: float) -> int:
         """Reads everything that was prepared in ``connection``; bytes moved."""
         self._refuse_writing(sync_id)
-        reader = self.weights.prepared(connection)
-        return self._land(lambda: reader.read(timeout_s))
+        readers: list[DirectReader] = []
+        # All ranks or none: one that cannot read must not let the others write.
+        self._agree(
+            self._attempt("reading", lambda: readers.append(self.weights.prepared(connection))),
+            broken=False,
+        )
+        moved: list[int] = []
+        self._agree(
+            self._attempt(
+                "reading", lambda: moved.append(self._land(lambda: readers[0].read(timeout_s)))
+            )
+        )
+        return moved[0]
 
     def _refuse_writing(self, sync_id: str) -> None:
         self.require(sync_id, writing=True)

@@ -23,6 +23,7 @@ class SyncRequest:
     flush: bool = True
     stall_timeout_s: float = 300.0
     begin_timeout_s: float = 120.0
+    phase_timeout_s: float = 120.0
 
 
 @dataclass

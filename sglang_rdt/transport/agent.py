@@ -75,6 +75,8 @@ class WeightTransport(NixlTensorTransport):
     def __init__(self) -> None:
         super().__init__()
         self._memory: dict[str, RemoteMemory] = {}
+        # Object -> where its storages were when it was put.
+        self._put_at: dict[str, list[int]] = {}
         self._prepared: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
         self._prepared_lock = threading.Lock()
 
@@ -143,7 +145,31 @@ class WeightTransport(NixlTensorTransport):
                 nixl_agent_name=agent.name,
             )
             self._put_meta(obj_id, meta)
+            self._put_at[obj_id] = [t.untyped_storage().data_ptr() for t in rdt_object]
             return meta
+
+    def garbage_collect(
+        self,
+        obj_id: str,
+        tensor_transport_meta: NixlTransportMetadata,
+        tensors: list[torch.Tensor],
+    ) -> None:
+        """Gives back what the put registered, where it did: storages may have moved since."""
+        with self._cache_lock:
+            self._managed_meta_nixl.pop(obj_id, None)
+            for address in self._put_at.pop(obj_id, ()):
+                self.give_back(address)
+
+    def give_back(self, address: int) -> None:
+        """One user less of the storage that was registered at ``address``."""
+        with self._cache_lock:
+            known = self._tensor_desc_cache.get(address)
+            if known is None:
+                return
+            known.metadata_count -= 1
+            if not known.metadata_count:
+                del self._tensor_desc_cache[address]
+                self.get_nixl_agent().deregister_memory(known.reg_desc)
 
     def _metadata(self, tensors: list[torch.Tensor]) -> bytes:
         """How to reach this agent and these tensors' storages, and nothing else.

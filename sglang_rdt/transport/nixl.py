@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_rdt.errors import DeadlineError, TransportError
@@ -23,12 +24,30 @@ if TYPE_CHECKING:
     from sglang_rdt.transport.agent import RemoteMemory
 
 _lock = threading.Lock()
-# data_ptr of a registered storage -> (bytes, one tensor that keeps it alive).
-_registered: dict[int, tuple[int, torch.Tensor]] = {}
+
+
+@dataclass(frozen=True)
+class _Registration:
+    """As it was made: the storage may be emptied, resized or moved afterwards (offloading)."""
+
+    address: int
+    nbytes: int
+    tensor: torch.Tensor  # keeps the storage, and so its identity
+
+    def holds(self) -> bool:
+        """Whether the storage still is where it was registered."""
+        storage = self.tensor.untyped_storage()
+        return (storage.data_ptr(), storage.nbytes()) == (self.address, self.nbytes)
+
+
+# By identity of the storage.
+_registered: dict[int, _Registration] = {}
 
 
 def register(tensors: Iterable[torch.Tensor]) -> int:
     """Registers the whole storage behind each tensor with NIXL, once per process.
+
+    One that has moved since it was registered is registered anew.
 
     Returns:
         How many storages were new.
@@ -41,11 +60,21 @@ def register(tensors: Iterable[torch.Tensor]) -> int:
     manager = transport()
     new = 0
     with _lock:
-        fresh = [t for t in tensors if t.untyped_storage().data_ptr() not in _registered]
+        fresh = []
+        for tensor in tensors:
+            known = _registered.get(tensor.untyped_storage()._cdata)
+            if known is None or not known.holds():
+                fresh.append(tensor)
+        if fresh:
+            # Before anything of ours lands at an address that somebody else has left.
+            for key, known in list(_registered.items()):
+                if not known.holds():
+                    manager.give_back(known.address)
+                    del _registered[key]
         segments = cuda_segments(fresh)
         for tensor in fresh:
             storage = tensor.untyped_storage()
-            if not storage.nbytes() or storage.data_ptr() in _registered:
+            if not storage.nbytes() or storage._cdata in _registered:
                 continue
             check_registrable(tensor, segments)
             try:
@@ -54,21 +83,23 @@ def register(tensors: Iterable[torch.Tensor]) -> int:
                 raise TransportError(
                     f"NIXL cannot register {storage.nbytes()} bytes on {tensor.device}: {error}"
                 ) from error
-            _registered[storage.data_ptr()] = (storage.nbytes(), tensor)
+            _registered[storage._cdata] = _Registration(
+                storage.data_ptr(), storage.nbytes(), tensor
+            )
             new += 1
     return new
 
 
 def deregister(tensors: Iterable[torch.Tensor]) -> None:
-    """Undoes :func:`register` for the storages behind ``tensors``."""
+    """Undoes :func:`register` for the storages behind ``tensors``, wherever they are by now."""
     with _lock:
-        known = [_registered.pop(t.untyped_storage().data_ptr(), None) for t in tensors]
-        gone = [entry[1] for entry in known if entry is not None]
-    if gone:
-        from sglang_rdt.transport.agent import transport
+        known = [_registered.pop(t.untyped_storage()._cdata, None) for t in tensors]
+        gone = [entry for entry in known if entry is not None]
+        if gone:
+            from sglang_rdt.transport.agent import transport
 
-        for tensor in gone:
-            transport().deregister_nixl_memory(tensor)
+            for entry in gone:
+                transport().give_back(entry.address)
 
 
 def registrations() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from sglang_rdt.demo import proof
@@ -197,6 +198,61 @@ def test_parameters_that_moved_are_registered_again(
     assert_engine_holds(MODEL, group.weights(), served)
 
 
+@pytest.mark.parametrize("mode", ["direct", "bucketed"])
+def test_a_parameter_that_was_replaced_is_followed(
+    mode: Any, engines: EnginePool, trainers: TrainerPool
+) -> None:
+    served = engines.get(DENSE_TP2)
+    group = trainers.get(MODEL, Layout(tp=2), seed=41)
+    group.attach(SETTINGS.replace(mode=mode), on_step=False, engines=[served.address])
+    group.on_all(lambda rank: rank.sync.sync("first"))
+
+    def put_another(rank: Any) -> None:
+        from megatron_rdt.sources.mbridge import unwrap
+
+        linear = unwrap(rank.trainer.model_chunks[0]).decoder.layers[0].mlp.linear_fc2
+        new = torch.nn.Parameter(linear.weight.data.clone() + 1)
+        for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+            setattr(new, name, getattr(linear.weight, name))
+        linear.weight = new
+        rank.sync.sync("another")
+
+    group.on_all(put_another)
+    assert_engine_holds(MODEL, group.weights(), served)
+
+
+def test_one_rank_that_cannot_read_keeps_the_others_from_writing(
+    engines: EnginePool, trainers: TrainerPool
+) -> None:
+    served = engines.get(DENSE_TP2)
+    group = trainers.get(MODEL, Layout(tp=2), seed=42)
+    group.attach(DIRECT, on_step=False, engines=[served.address])
+    group.on_all(lambda rank: rank.sync.sync("fine"))
+    before = served.weights()
+
+    def forget(actor: Any) -> None:
+        actor._session.weights._connection = "somebody else's"
+
+    ray.get(served.engine.actors[1].__ray_call__.remote(forget), timeout=30)
+    started = time.monotonic()
+
+    def refused(rank: Any) -> str:
+        try:
+            rank.sync.sync("refused")
+        except SyncError as error:
+            return str(error)
+        return ""
+
+    for message in group.on_all(refused):
+        assert "no direct reads are prepared" in message
+    assert time.monotonic() - started < 30
+    assert {(s.state, s.version) for s in served.engine.status()} == {("current", "fine")}
+    after = served.weights()
+    assert all(torch.equal(b[n], a[n]) for b, a in zip(before, after, strict=True) for n in b)
+    group.on_all(lambda rank: rank.sync.sync("again"))
+    assert_engine_holds(MODEL, group.weights(), served)
+
+
 def test_direct_by_order_needs_a_source_that_knows_its_memory(
     engines: EnginePool, trainers: TrainerPool
 ) -> None:
@@ -216,6 +272,9 @@ def test_direct_by_order_needs_a_source_that_knows_its_memory(
         else:
             group.on_all(lambda rank: rank.sync.sync("in buckets"))
             assert group.on_all(lambda rank: rank.sync.mode) == ["bucketed"]
+            # It would gather over the groups that training uses.
+            with pytest.raises(RdtError, match="is for direct mode"):
+                group.on_all(lambda rank: rank.sync.sync("never", wait=False))
 
 
 @pytest.mark.parametrize("mode", ["direct", "auto"])

@@ -110,6 +110,26 @@ class Reader:
     def registrations(self) -> tuple[int, int]:
         return _registrations()
 
+    def resize(self) -> list[tuple[int, int]]:
+        """Empties a registered storage and fills it again, as offloading does; registrations."""
+        import torch
+
+        from sglang_rdt.transport import nixl
+
+        counts = [_registrations()]
+        held = []
+        for _ in range(3):
+            storage = self.targets[0].untyped_storage()
+            nbytes = storage.nbytes()
+            storage.resize_(0)
+            held.append(torch.zeros(COUNT))  # takes the place, maybe
+            storage.resize_(nbytes)
+            nixl.register(self.targets)
+            counts.append(_registrations())
+        nixl.deregister(self.targets)
+        counts.append(_registrations())
+        return counts
+
     def prepared(self) -> int:
         from sglang_rdt.transport.agent import transport
 
@@ -190,6 +210,14 @@ def test_a_thousand_reads_register_nothing(pair: Any) -> None:
     before = ray.get([source.registrations.remote(), reader.registrations.remote()])
     ray.get(reader.many.remote(1000), timeout=60)
     assert ray.get([source.registrations.remote(), reader.registrations.remote()]) == before
+
+
+def test_storage_that_moves_leaves_no_registration_behind(pair: Any) -> None:
+    import ray
+
+    _, reader, _ = pair
+    counts = ray.get(reader.resize.remote(), timeout=60)
+    assert counts == [(2, 2)] * 4 + [(0, 0)]
 
 
 def test_a_dead_source_is_named_within_the_deadline(pair: Any) -> None:
