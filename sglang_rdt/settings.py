@@ -225,7 +225,7 @@ class Settings:
         False,
         parse_bool,
         "The sync after a step goes on under the next forward and backward pass; the next step "
-        "waits for it.",
+        "waits for it. Direct mode only: a bucketed sync uses Megatron's process groups.",
     )
     hf_config: str | None = _setting(
         "MEGATRON_RDT_HF_CONFIG",
