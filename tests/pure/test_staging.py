@@ -142,7 +142,7 @@ def seconds(pairs: list[tuple[Slice, Slice]], how: list[int], costs: LinkCosts) 
             twice = one == PACK and count(dst) > 1
             copied += nbytes / costs.copy_bytes_per_s * (2 if twice else 1)
     packs = costs.round_s if PACK in how else 0.0
-    return max(link, runs * costs.descriptor_s) + copied + packs
+    return link + runs * costs.descriptor_s + copied + packs
 
 
 @given(pieces(), st.sampled_from([1e-9, 1e-7, 3.5e-6, 1e-3]), st.sampled_from([1e-9, 2e-3]))
@@ -153,9 +153,10 @@ def test_staging_never_costs_more_than_reading_everything_directly(
     how = decided(pairs, costs)
     took = seconds(pairs, how, costs)
     assert took <= seconds(pairs, [DIRECT] * len(pairs), costs) * (1 + 1e-9)
-    everything = sum(d.numel for d, _ in pairs) * BF16 / costs.link_bytes_per_s
-    if seconds(pairs, [DIRECT] * len(pairs), costs) <= everything:
-        assert set(how) == {DIRECT}
+    # What is one run can only lose by a detour.
+    for (dst, src), one in zip(pairs, how, strict=True):
+        if dst.contiguous and src.contiguous:
+            assert one == DIRECT
 
 
 # Costs.
