@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rdt.pieces import Piece, join, simplified, without
+from sglang_rdt.dispatch import tensors_in, written_by
 from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import ExportError, SlicesError
 from sglang_rdt.plan.slices import Slice, contiguous_stride, whole
@@ -122,7 +123,7 @@ class Tracer(TorchDispatchMode):
         if func is _aten.copy_.default and args[1].device.type == "meta":
             raise ExportError(f"it is copied into a tensor on {args[0].device.type}")
         out = func(*args, **kwargs)
-        if not any(t.device.type == "meta" for t in _tensors((out, *args, *kwargs.values()))):
+        if not any(t.device.type == "meta" for t in tensors_in((out, *args, *kwargs.values()))):
             return out  # an index
         follow = _COPIES.get(func)
         copies = None if follow is None else follow(out, *args, **kwargs)
@@ -139,13 +140,13 @@ class Tracer(TorchDispatchMode):
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """An operation that is not followed: a view, or one that computes or makes something."""
-        for tensor in _tensors((*args, *kwargs.values())):
+        for tensor in tensors_in((*args, *kwargs.values())):
             if _key(tensor) not in self._memory:
                 self._remember(tensor, [_opaque(_everything(tensor), _FOREIGN)])
         if torch.Tag.inplace_view not in func.tags:
-            for tensor in _written(func, args, kwargs):
+            for tensor in written_by(func, args, kwargs):
                 self._overwrite(tensor, [_opaque(_place(tensor), str(func))])
-        for tensor in _tensors((out,)):
+        for tensor in tensors_in((out,)):
             known = self._memory.get(_key(tensor))
             # A storage that changed its size was resized in place.
             if known is None or known.nbytes != tensor.untyped_storage().nbytes():
@@ -226,21 +227,6 @@ def _made_by(func: Any, args: Sequence[Any], out: Any) -> str:
     return f"{func}, never written" if "empty" in str(func) else str(func)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    if func._schema.is_mutable:
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _tensors((args[i] if i < len(args) else kwargs.get(argument.name),))
-
-
 _ARANGES = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
 _SIZED = {
     *(_aten.empty, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn),
@@ -256,7 +242,7 @@ def _refuse_large(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
     if func in _ARANGES:
         size = max((abs(x) for x in args), default=0)
     elif func.overloadpacket in _SIZED:
-        like = next(_tensors(args), None)
+        like = next(tensors_in(args), None)
         device = kwargs.get("device") or (like.device if like is not None else "cpu")
         if torch.device(device).type == "meta":
             return

@@ -8,12 +8,13 @@ a new tensor out of an HF tensor, is refused by name. No per-model code, no mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_rdt.dispatch import tensors_in, written_by
 from sglang_rdt.dtypes import dtype_name, torch_dtype
 from sglang_rdt.errors import RecordError, listed
 from sglang_rdt.plan.slices import Slice
@@ -94,7 +95,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten.copy_.default and self._copy(args[0], args[1]):
             return args[0]
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         live = [t for t in written if t in self.live]
         if live:
             for dst in live:
@@ -103,7 +104,7 @@ class _Recorder(TorchDispatchMode):
         for t in written:
             self._note_changed(func, t, args)
         out = func(*args, **kwargs)
-        for t in _tensors((out,)):
+        for t in tensors_in((out,)):
             if t.device.type == "meta":
                 self._note_derived(func, t, args)
         return out
@@ -178,7 +179,7 @@ class _Recorder(TorchDispatchMode):
         key = out.untyped_storage()._cdata
         if key in self.sources or key in self.derived:
             return
-        names = [self._source_name(a) for a in _tensors(args)]
+        names = [self._source_name(a) for a in tensors_in(args)]
         made = f"{func} of {', '.join(n for n in names if n)}" if any(names) else str(func)
         self.derived[key] = (made, out)
 
@@ -193,29 +194,9 @@ class _Recorder(TorchDispatchMode):
         return place[0] if place else f"a {dtype_name(dst.dtype)}{list(dst.shape)} tensor"
 
 
-def _tensors(args: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for a in args:
-        if isinstance(a, torch.Tensor):
-            yield a
-        elif isinstance(a, list | tuple):
-            yield from _tensors(a)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that ``func`` writes, by its schema: in place, ``out=``, lists."""
-    if not func._schema.is_mutable:
-        return []
-    found: list[torch.Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += _tensors((value,))
-    return found
-
-
 def _result_of_write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What the caller of a write that did not happen gets: the tensors, unwritten."""
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     returns = len(func._schema.returns)
     return None if returns == 0 else written[0] if returns == 1 else tuple(written)
 
