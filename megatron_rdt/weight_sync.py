@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +24,12 @@ from megatron_rdt.sender import RouteSender
 from megatron_rdt.sources.base import WeightSource
 from megatron_rdt.sources.holds import Holdings
 from sglang_rdt import settings as settings_module
-from sglang_rdt.coordinator import calls, discovery
+from sglang_rdt.coordinator import calls, discovery, trainers
 from sglang_rdt.coordinator.coordinator import Coordinator, compare_checksums
 from sglang_rdt.coordinator.engine import Engine
+from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.coordinator.phases import PhaseTimer, SyncReport, human_bytes, slowest
+from sglang_rdt.engine.sync_request import Trainer
 from sglang_rdt.errors import (
     EngineNotFoundError,
     ExportError,
@@ -89,6 +92,8 @@ class WeightSync:
         )
         self._group = TrainerGroup(2 * self.settings.phase_timeout_s + 60.0)
         self._coordinator: Coordinator | None = None
+        self._trainer: Trainer | None = None
+        self._since_connect = 0  # syncs
         self._specs: Sequence[TensorSpec] = ()
         self._holdings: Holdings | None = None
         self._memory_ref: Any = None  # what engines read lives as long as this reference
@@ -154,6 +159,9 @@ class WeightSync:
                 lie; names what it cannot.
         """
         self.wait()
+        return self._connect()
+
+    def _connect(self) -> Plan | DirectPlan:
         started = time.perf_counter()
         self._disconnect()
         self._agree_on_settings()
@@ -171,6 +179,7 @@ class WeightSync:
         trainers = self._group.collect(me)
         plan = self._connect_direct(trainers) or self._connect_bucketed(trainers)
         self._connected = True
+        self._since_connect = 0
         if self._group.leads:
             logger.info(
                 "connected to %s (%s): %d HF tensors, %s per sync, in %.1f s",
@@ -191,12 +200,13 @@ class WeightSync:
 
     def _agree_on_settings(self) -> None:
         # What decides which collectives the ranks take part in.
-        mine = (self.settings.mode, self.settings.verify, self.settings.bucket_bytes)
+        s = self.settings
+        mine = (s.mode, s.verify, s.verify_every, s.bucket_bytes)
         for rank, theirs in enumerate(self._group.gather(mine)):
             if theirs != mine:
                 raise RdtError(
                     f"trainer ranks {self._group.rank} and {rank} have different settings of mode, "
-                    f"verify and bucket_bytes: {mine} and {theirs}"
+                    f"verify, verify_every and bucket_bytes: {mine} and {theirs}"
                 )
 
     def _find_holdings(self) -> Holdings | None:
@@ -236,7 +246,6 @@ class WeightSync:
             self._specs,
             senders,
             self._engine_names,
-            checksum=self.settings.verify == "checksum",
             draws=self._group.leads,
         )
         return plan
@@ -306,7 +315,9 @@ class WeightSync:
         calls.gather(refs, self.settings.connect_timeout_s, "accept_memory")
 
     def _coordinate(self) -> Coordinator:
-        self._coordinator = Coordinator(self._find_engines(), self.settings)
+        if self._trainer is None:
+            self._trainer = trainers.introduce()
+        self._coordinator = Coordinator(self._find_engines(), self.settings, self._trainer)
         return self._coordinator
 
     def _find_engines(self) -> list[Engine]:
@@ -371,8 +382,11 @@ class WeightSync:
         with timer.phase("final_params"):
             self._group.together(self._make_final)
         if wait:
-            return self._finish(version, timer, started)
-        self._pending = InBackground(lambda: self._finish(version, timer, started), self._device)
+            return self._finish(version, timer, started, retry=True)
+        # Connecting again runs the bridge, which must not meet the forward pass.
+        self._pending = InBackground(
+            lambda: self._finish(version, timer, started, retry=False), self._device
+        )
         return None
 
     def wait(self) -> SyncReport | None:
@@ -409,10 +423,29 @@ class WeightSync:
                 logger.warning("parameters moved in memory since the last sync; connecting again")
             self._connected = False
 
-    def _finish(self, version: str, timer: PhaseTimer, started: float) -> SyncReport:
+    def _finish(
+        self, version: str, timer: PhaseTimer, started: float, *, retry: bool
+    ) -> SyncReport:
+        report = self._try(version, timer, started)
+        if retry and _nothing_but_reconnect(report.failures):
+            # Memory was released and resumed, or an engine forgot us: it says so before anything
+            # has changed there.
+            if self._group.leads:
+                why = "; ".join(f.text for f in report.failures.values())
+                logger.warning("connecting again: %s", why)
+            self._connect()
+            report = self._try(version, PhaseTimer(), started)
+        self.last_report = report
+        if report.failures:
+            # An engine that died may be back under its name: look again next time.
+            self._connected = False
+            raise SyncError(version, report.failures)
+        return report
+
+    def _try(self, version: str, timer: PhaseTimer, started: float) -> SyncReport:
         try:
             with torch.no_grad():
-                report = self._sync(version, timer, started)
+                return self._sync(version, timer, started)
         except BaseException as error:
             # Nobody else would tell the engines before their stall timeout.
             if self._coordinator is not None and self._open_sync is not None:
@@ -421,50 +454,56 @@ class WeightSync:
             self._open_sync = None
             self._connected = False
             raise
-        self.last_report = report
-        if report.failures:
-            # An engine that died may be back under its name: look again next time.
-            self._connected = False
-            raise SyncError(version, report.failures)
-        return report
+
+    def _verifies(self) -> str:
+        """How this sync is verified; the same on every rank, which count syncs alike."""
+        every, count = self.settings.verify_every, self._since_connect
+        due = count == 0 or (every > 0 and count % every == 0)
+        return self.settings.verify if due else "off"
 
     def _sync(self, version: str, timer: PhaseTimer, started: float) -> SyncReport:
         assert self._mover is not None
-        sync_id, failures = self._group.lead(lambda: self._lead_begin(version, timer))
-        moved = self._mover.move(sync_id, failures, timer)
+        verify = self._verifies()
+        sync_id, failures = self._group.lead(lambda: self._lead_begin(version, timer, verify))
+        moved = self._mover.move(sync_id, failures, timer, verify)
         reports = self._group.gather((moved, timer.seconds))
         failures = _merge(failures, *(m.failures for m, _ in reports))
         failures = self._group.lead(
-            lambda: self._lead_finalise(sync_id, failures, [m for m, _ in reports], timer)
+            lambda: self._lead_finalise(sync_id, failures, [m for m, _ in reports], timer, verify)
         )
-        if self.settings.verify == "equal":
+        if verify == "equal":
             failures = self._verify_equal(sync_id, failures, timer)
-        return self._group.lead(
-            lambda: self._lead_commit(sync_id, version, failures, reports, timer, started)
+        report = self._group.lead(
+            lambda: self._lead_commit(sync_id, version, failures, reports, timer, started, verify)
         )
+        self._since_connect += 1
+        return report
 
     # Rank 0 only.
 
-    def _lead_begin(self, version: str, timer: PhaseTimer) -> tuple[str, dict[str, str]]:
+    def _lead_begin(
+        self, version: str, timer: PhaseTimer, verify: str
+    ) -> tuple[str, dict[str, Failure]]:
         assert self._coordinator is not None
         sync_id = self._open_sync = self._coordinator.new_sync_id(f"sync-{version}")
         assert self._mover is not None
         if self._mover.begins:
             return sync_id, {}
         with timer.phase("pause"):
-            failures = self._coordinator.begin(sync_id)
+            failures = self._coordinator.begin(sync_id, overwrite=verify == "equal")
             if failures:
                 # Ranks that did begin must not stay parked; no byte has landed anywhere.
-                self._coordinator.abort(sync_id, failures)
+                failures = _with_states(failures, self._coordinator.abort(sync_id, failures))
         return sync_id, failures
 
     def _lead_finalise(
         self,
         sync_id: str,
-        failures: dict[str, str],
+        failures: dict[str, Failure],
         moved: Sequence[Moved],
         timer: PhaseTimer,
-    ) -> dict[str, str]:
+        verify: str,
+    ) -> dict[str, Failure]:
         assert self._coordinator is not None
         good = [name for name in self._coordinator.engines if name not in failures]
         if not good:
@@ -472,9 +511,11 @@ class WeightSync:
         found = moved[0].finalised
         if found is None:
             with timer.phase("finalise"):
-                found, new = self._coordinator.finalise(sync_id, good)
+                found, new = self._coordinator.finalise(
+                    sync_id, good, checksum=verify == "checksum"
+                )
             failures = _merge(failures, new)
-        if self.settings.verify == "checksum":
+        if verify == "checksum":
             with timer.phase("verify"):
                 total = Moved()
                 for part in moved:
@@ -483,6 +524,7 @@ class WeightSync:
                 names = {
                     str(rank): engine.name
                     for engine in self._coordinator.engines.values()
+                    if engine.name not in failures
                     for rank in engine.ranks
                 }
                 failures = _merge(failures, compare_checksums(total.sums, found, names))
@@ -492,23 +534,21 @@ class WeightSync:
         self,
         sync_id: str,
         version: str,
-        failures: dict[str, str],
+        failures: dict[str, Failure],
         reports: Sequence[tuple[Moved, dict[str, float]]],
         timer: PhaseTimer,
         started: float,
+        verify: str,
     ) -> SyncReport:
         assert self._coordinator is not None
         good = [name for name in self._coordinator.engines if name not in failures]
         with timer.phase("version"):
             if good:
                 failures = _merge(failures, self._coordinator.commit(sync_id, version, good))
-            begun = {n: w for n, w in failures.items() if not w.startswith("begin:")}
-            states = self._coordinator.abort(sync_id, begun) if begun else {}
+            left = {n: why for n, why in failures.items() if not why.state}
+            if left:
+                failures = _with_states(failures, self._coordinator.abort(sync_id, left))
         self._open_sync = None
-        failures = {
-            name: f"{why} (the engine is {states[name]})" if name in states else why
-            for name, why in failures.items()
-        }
         report = SyncReport(
             version=version,
             engines=tuple(n for n in self._coordinator.engines if n not in failures),
@@ -516,7 +556,7 @@ class WeightSync:
             seconds=time.perf_counter() - started,
             phases=slowest([timer.seconds, *(seconds for _, seconds in reports)]),
             failures=failures,
-            verified=self.settings.verify,
+            verified=verify,
         )
         (logger.error if failures else logger.info)("%s", report.line())
         return report
@@ -524,8 +564,8 @@ class WeightSync:
     # All ranks.
 
     def _verify_equal(
-        self, sync_id: str, failures: dict[str, str], timer: PhaseTimer
-    ) -> dict[str, str]:
+        self, sync_id: str, failures: dict[str, Failure], timer: PhaseTimer
+    ) -> dict[str, Failure]:
         assert self._mover is not None
         compared = self._group.gather(self._mover.compare(sync_id, failures, timer))
         merged: dict[str, list[str]] = {}
@@ -533,7 +573,8 @@ class WeightSync:
             for engine, lines in part.differences.items():
                 merged.setdefault(engine, []).extend(lines)
         unequal = {
-            e: str(VerifyError("bytes differ after the sync", lines)) for e, lines in merged.items()
+            e: Failure("verify", str(VerifyError("bytes differ after the sync", lines)))
+            for e, lines in merged.items()
         }
         return _merge(failures, *(c.failures for c in compared), unequal)
 
@@ -549,6 +590,10 @@ class WeightSync:
             self._closed = True
             for remove in self._remove_listeners:
                 remove()
+            if self._coordinator is not None:
+                self._coordinator.disconnect()
+            if self._trainer is not None:
+                trainers.leave(self._trainer)
             self._disconnect()
             self._group.close()
 
@@ -582,9 +627,17 @@ def _offer(holdings: Holdings) -> Any:
     return nixl.put(holdings.tensors)
 
 
-def _merge(*parts: dict[str, str]) -> dict[str, str]:
+def _nothing_but_reconnect(failures: Mapping[str, Failure]) -> bool:
+    return bool(failures) and all(f.reconnect for f in failures.values())
+
+
+def _with_states(failures: dict[str, Failure], states: Mapping[str, str]) -> dict[str, Failure]:
+    return {n: replace(f, state=states.get(n, f.state)) for n, f in failures.items()}
+
+
+def _merge(*parts: Mapping[str, Failure]) -> dict[str, Failure]:
     """The first failure of each engine."""
-    merged: dict[str, str] = {}
+    merged: dict[str, Failure] = {}
     for part in parts:
         for engine, why in part.items():
             merged.setdefault(engine, why)

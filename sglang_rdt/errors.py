@@ -5,7 +5,7 @@ All of them carry plain values, so that they cross Ray and torch.distributed unc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_LISTED = 40
@@ -20,7 +20,9 @@ def listed(items: Sequence[object], limit: int = MAX_LISTED) -> str:
 
 
 class RdtError(RuntimeError):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. ``sync_phase``: of the sync that it ended, if known."""
+
+    sync_phase: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with keyword or multi-argument constructors do not unpickle by default.
@@ -88,6 +90,11 @@ class EngineStateError(RdtError):
     """The engine is in a state that does not allow the call (not in a sync, in another's sync)."""
 
 
+class ReconnectError(EngineStateError):
+    """The engine has nothing to do with this trainer any more, or its memory is another one: it
+    refused, nothing changed, and connecting again is what helps."""
+
+
 class EngineBusyError(RdtError):
     """The engine cannot be paused and flushed: requests are still running."""
 
@@ -132,9 +139,12 @@ class VerifyError(RdtError):
 
 
 class SyncError(RdtError):
-    """A sync failed on at least one engine. ``failures``: engine -> what happened."""
+    """A sync failed on at least one engine.
 
-    def __init__(self, version: str, failures: dict[str, str]) -> None:
+    ``failures``: engine -> what happened (``sglang_rdt.coordinator.failures.Failure``).
+    """
+
+    def __init__(self, version: str, failures: Mapping[str, Any]) -> None:
         lines = [f"{engine}: {what}" for engine, what in sorted(failures.items())]
         super().__init__(
             f"weight sync to version {version!r} failed on {len(lines)} engine(s):\n{listed(lines)}"

@@ -64,6 +64,17 @@ def parse_count(text: str) -> int:
     return value
 
 
+def parse_every(text: str) -> int:
+    """``first`` (0), ``every`` (1) or a positive integer."""
+    named = {"first": 0, "every": 1}.get(text.strip().lower())
+    if named is not None:
+        return named
+    value = int(text)
+    if value < 1:
+        raise ValueError("expected first, every, or a positive integer")
+    return value
+
+
 def parse_choice(*choices: str) -> Callable[[str], str]:
     """A parser that accepts exactly ``choices``, in any case."""
 
@@ -170,8 +181,22 @@ class Settings:
         "SGLANG_RDT_VERIFY",
         "checksum",
         parse_choice("off", "checksum", "equal"),
-        "What is compared after every sync: nothing, an additive 64-bit checksum per parameter, "
-        "or every byte.",
+        "What is compared after a sync: nothing, an additive 64-bit checksum per parameter, or every "
+        "byte. For `equal`, engines first overwrite with a pattern what is to be written.",
+    )
+    verify_every: int = _setting(
+        "SGLANG_RDT_VERIFY_EVERY",
+        1,
+        parse_every,
+        "After which syncs: `1` every one, `N` the first after each connect and every N-th, `first` "
+        "only the first.",
+    )
+    takeover: bool = _setting(
+        "SGLANG_RDT_TAKEOVER",
+        False,
+        parse_bool,
+        "Connect to engines although another trainer, which still runs, is connected to them; that "
+        "one is refused from then on.",
     )
     pause_mode: PauseMode = _setting(
         "SGLANG_RDT_PAUSE_MODE",
@@ -252,7 +277,10 @@ class Settings:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            out[f.metadata["env"]] = str(int(value)) if isinstance(value, bool) else str(value)
+            text = str(int(value)) if isinstance(value, bool) else str(value)
+            out[f.metadata["env"]] = (
+                "first" if f.metadata["parse"] is parse_every and not value else text
+            )
         return out
 
 

@@ -54,12 +54,20 @@ class Sums(Generic[K]):
         self._kernel = _kernel(fast, len(self.keys)) if fast else None
         if self._kernel is None:
             self._slow += fast
+        self._started = False
 
-    def run(self) -> dict[K, int]:
-        """The checksums now, in ``[0, 2**64)``; on a GPU in the current stream."""
-        totals = [0] * len(self.keys)
+    def start(self) -> None:
+        """On a GPU, begins in the current stream; :meth:`result` waits."""
         if self._kernel is not None:
             self._kernel.start()
+        self._started = True
+
+    def result(self) -> dict[K, int]:
+        """The checksums, in ``[0, 2**64)``: as of :meth:`start`, or of now without it."""
+        if not self._started:
+            self.start()
+        self._started = False
+        totals = [0] * len(self.keys)
         for i, part in self._slow:
             totals[i] += part.sum()
         if self._kernel is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sglang_rdt.coordinator.failures import Failure
     from sglang_rdt.coordinator.phases import PhaseTimer
 
 MASK = (1 << 64) - 1
@@ -23,7 +24,7 @@ class Moved:
     parameter, of the engines that ended their session with the move.
     """
 
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
     nbytes: int = 0
     sums: dict[tuple[str, str], int] = field(default_factory=dict)
     differences: dict[str, list[str]] = field(default_factory=dict)
@@ -48,11 +49,17 @@ class Mover(Protocol):
         """Registered staging memory of this rank, in bytes."""
         ...
 
-    def move(self, sync_id: str, given_up: Mapping[str, str], timer: PhaseTimer) -> Moved:
-        """Moves everything to the engines that are not in ``given_up``. Never raises."""
+    def move(
+        self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer, verify: str
+    ) -> Moved:
+        """Moves everything to the engines that are not in ``given_up``. Never raises.
+
+        Args:
+            verify: ``off``, ``checksum`` or ``equal``: how this sync will be verified.
+        """
         ...
 
-    def compare(self, sync_id: str, given_up: Mapping[str, str], timer: PhaseTimer) -> Moved:
+    def compare(self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer) -> Moved:
         """Compares every byte that was moved with what the engines hold. Never raises."""
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from megatron_rdt.progress import Progress
 from megatron_rdt.sender import RouteSender
 from megatron_rdt.sources.base import WeightSource
 from sglang_rdt.coordinator import calls
+from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.coordinator.phases import PhaseTimer
 from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.plan.specs import TensorSpec
@@ -29,7 +30,6 @@ class BucketedMover:
         specs: what it announced.
         senders: one per engine rank that this rank serves.
         engines: names of all engines, for when the export itself fails.
-        checksum: whether sent bytes are summed up.
         draws: whether this rank draws the progress bar.
     """
 
@@ -41,7 +41,6 @@ class BucketedMover:
         senders: Sequence[RouteSender],
         engines: Sequence[str],
         *,
-        checksum: bool,
         draws: bool,
     ) -> None:
         self._rank = rank
@@ -49,7 +48,6 @@ class BucketedMover:
         self._specs = specs
         self._senders = list(senders)
         self._engines = engines
-        self._checksum = checksum
         self._draws = draws
 
     begins = False
@@ -59,26 +57,30 @@ class BucketedMover:
         """Bytes of all buckets."""
         return sum(s.staging_bytes for s in self._senders)
 
-    def move(self, sync_id: str, given_up: Mapping[str, str], timer: PhaseTimer) -> Moved:
+    def move(
+        self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer, verify: str
+    ) -> Moved:
         """One pass over the model, pulling."""
-        return self._pass(sync_id, "pull", given_up, timer)
+        return self._pass(sync_id, "pull", given_up, timer, checksum=verify == "checksum")
 
-    def compare(self, sync_id: str, given_up: Mapping[str, str], timer: PhaseTimer) -> Moved:
+    def compare(self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer) -> Moved:
         """One pass over the model, comparing."""
-        return self._pass(sync_id, "compare", given_up, timer)
+        return self._pass(sync_id, "compare", given_up, timer, checksum=False)
 
     def _pass(
         self,
         sync_id: str,
         mode: Literal["pull", "compare"],
-        given_up: Mapping[str, str],
+        given_up: Mapping[str, Any],
         timer: PhaseTimer,
+        *,
+        checksum: bool,
     ) -> Moved:
         # The export is collective: a rank that fails goes on taking tensors, and reports at the end.
         moved = Moved()
         active = [s for s in self._senders if s.engine not in given_up]
         for sender in active:
-            sender.start(sync_id, mode, checksum=self._checksum, timer=timer)
+            sender.start(sync_id, mode, checksum=checksum, timer=timer)
         total = sum(spec.nbytes for spec in self._specs)
         announced = iter(self._specs)
         with Progress(total, f"weight sync {sync_id}", enabled=self._draws) as progress:
@@ -87,7 +89,7 @@ class BucketedMover:
                     wrong = unlike(next(announced, None), name, tensor)
                     if wrong:
                         for sender in active:
-                            moved.failures.setdefault(sender.engine, wrong)
+                            moved.failures.setdefault(sender.engine, Failure("convert", wrong))
                     for sender in active:
                         guard(
                             self._rank,
@@ -99,7 +101,7 @@ class BucketedMover:
             except Exception as error:
                 logger.exception("the export failed on trainer rank %d", self._rank)
                 why = f"the export failed on trainer rank {self._rank}: {calls.short(error)}"
-                moved.failures = dict.fromkeys(self._engines, why)
+                moved.failures = dict.fromkeys(self._engines, Failure("gather", why))
         for sender in active:
             guard(self._rank, sender, moved, sender.finish)
         collect(active, mode, moved)
@@ -119,8 +121,9 @@ def guard(rank: int, sender: RouteSender, moved: Moved, run: Callable[[], None])
     try:
         run()
     except Exception as error:
-        moved.failures[sender.engine] = (
-            f"trainer rank {rank} to {sender.route.target}: {calls.short(error)}"
+        moved.failures[sender.engine] = Failure(
+            getattr(error, "sync_phase", None) or "pull",
+            f"trainer rank {rank} to {sender.route.target}: {calls.short(error)}",
         )
 
 

@@ -19,6 +19,7 @@ from megatron_rdt.movers.bucketed import collect, guard
 from megatron_rdt.sender import RouteSender
 from sglang_rdt.coordinator import calls
 from sglang_rdt.coordinator.coordinator import Coordinator
+from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.coordinator.phases import PhaseTimer, slowest
 from sglang_rdt.dtypes import torch_dtype
 from sglang_rdt.engine.sync_request import ReadResult
@@ -38,7 +39,7 @@ class DirectMover:
         blocks: flat uint8 tensors over this rank's blocks, in the plan's order.
         senders: for what this rank packs; their pieces name ``block/dtype``.
         coordinator: on rank 0, which drives the engines; None elsewhere.
-        verify: whether what is read is summed up.
+        verify: whether what is read may be summed up, and is prepared for that.
     """
 
     def __init__(
@@ -55,7 +56,6 @@ class DirectMover:
         self._blocks = list(blocks)
         self._senders = list(senders)
         self._coordinator = coordinator
-        self._verify = verify
         # On any rank: an engine that others still send packed slices to must not end its session.
         self._packs = plan.staged_bytes["pack"] > 0
         self._names = [str(t) for t in plan.targets]
@@ -76,21 +76,26 @@ class DirectMover:
         """Bytes of the buckets for packed slices."""
         return sum(s.staging_bytes for s in self._senders)
 
-    def move(self, sync_id: str, given_up: Mapping[str, str], timer: PhaseTimer) -> Moved:
+    def move(
+        self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer, verify: str
+    ) -> Moved:
         """All engine ranks read at once."""
-        return self._pass(sync_id, "pull", given_up, timer)
+        return self._pass(sync_id, "pull", given_up, timer, verify)
 
-    def compare(self, sync_id: str, given_up: Mapping[str, str], timer: PhaseTimer) -> Moved:
+    def compare(self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer) -> Moved:
         """All engine ranks read again, beside what they hold."""
-        return self._pass(sync_id, "compare", given_up, timer)
+        return self._pass(sync_id, "compare", given_up, timer, "off")
 
     def _pass(
         self,
         sync_id: str,
         mode: Literal["pull", "compare"],
-        given_up: Mapping[str, str],
+        given_up: Mapping[str, Any],
         timer: PhaseTimer,
+        verify: str,
     ) -> Moved:
+        checksum = verify == "checksum" and self._sums is not None
+        phase = "verify" if mode == "compare" else "pull" if self._packs else "pause to finalise"
         moved = Moved()
         began = time.perf_counter()
         started: dict[str, Any] = {}
@@ -101,11 +106,13 @@ class DirectMover:
             elif self._packs:
                 started = self._coordinator.start_reads(sync_id, good)
             else:
-                started = self._coordinator.start_syncs(sync_id)
+                started = self._coordinator.start_syncs(
+                    sync_id, checksum=checksum, overwrite=verify == "equal"
+                )
         own_s = 0.0
         try:
-            self._pack(sync_id, mode, given_up, moved, timer)
-            if mode == "pull" and self._sums is not None:
+            self._pack(sync_id, mode, given_up, moved, timer, checksum)
+            if mode == "pull" and checksum:
                 own = time.perf_counter()
                 self._sum_up(given_up, moved)
                 own_s = time.perf_counter() - own
@@ -114,12 +121,12 @@ class DirectMover:
             logger.exception("trainer rank %d failed while engines read", self._rank)
             why = f"trainer rank {self._rank}: {calls.short(error)}"
             for engine in self._engines:
-                moved.failures.setdefault(engine, why)
+                moved.failures.setdefault(engine, Failure(phase, why))
         if self._coordinator is None:
             return moved
-        results, failures = self._coordinator.finish_reads(started)
-        for engine, why in failures.items():
-            moved.failures.setdefault(engine, why)
+        results, failures = self._coordinator.finish_reads(started, phase)
+        for engine, failure in failures.items():
+            moved.failures.setdefault(engine, failure)
         whole_s = time.perf_counter() - began
         if mode == "pull":
             self._take(results, moved, timer, whole_s, own_s)
@@ -161,13 +168,14 @@ class DirectMover:
         self,
         sync_id: str,
         mode: Literal["pull", "compare"],
-        given_up: Mapping[str, str],
+        given_up: Mapping[str, Any],
         moved: Moved,
         timer: PhaseTimer,
+        checksum: bool,
     ) -> None:
         active = [s for s in self._senders if s.engine not in given_up]
         for sender in active:
-            sender.start(sync_id, mode, checksum=self._verify, timer=timer)
+            sender.start(sync_id, mode, checksum=checksum, timer=timer)
         # Round by round over all engine ranks, so that they pull at the same time.
         for key in dict.fromkeys(key for sender in active for key in sender.sources):
             tensor = self._flat(key)
@@ -210,8 +218,8 @@ class DirectMover:
             self._summed.append((target, t.param, key))
         self._sums = Sums(list(parts.items()))
 
-    def _sum_up(self, given_up: Mapping[str, str], moved: Moved) -> None:
-        values = self._sums.run() if self._sums is not None else {}
+    def _sum_up(self, given_up: Mapping[str, Any], moved: Moved) -> None:
+        values = self._sums.result() if self._sums is not None else {}
         for target, param, key in self._summed:
             if self._engines[target] not in given_up:
                 moved.add_sum(self._names[target], param, values[key])

@@ -22,6 +22,12 @@ def demo(
     model: Annotated[str, typer.Option(help="dense, moe or both")] = "both",
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps, each followed by a sync")] = 3,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    check_weight_update_equal: Annotated[
+        bool,
+        typer.Option(
+            help="overwrite engine weights before each sync, and compare every byte after it"
+        ),
+    ] = False,
 ) -> None:
     """Train, serve and sync on this machine, with real parts, and prove every byte."""
     from rich.console import Console
@@ -34,6 +40,8 @@ def demo(
         raise typer.BadParameter("expected float32 or bfloat16")
     kinds = list(CASES) if model == "both" else [model]
     settings = settings_module.load()
+    if check_weight_update_equal:
+        settings = settings.replace(verify="equal")
     if not run(kinds, steps, dtype, settings, Console()):
         raise typer.Exit(1)
 
@@ -58,11 +66,24 @@ def engines(
     namespace: Annotated[
         str | None, typer.Option(help="Ray namespace (default: SGLANG_RDT_NAMESPACE)")
     ] = None,
+    accept: Annotated[
+        str | None,
+        typer.Option(help="host:port of a dirty engine that shall serve the torn weights it has"),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(help="the weight version that its replies carry then")
+    ] = None,
 ) -> None:
     """The engines in a running Ray cluster, with state and weight version of each rank."""
+    from sglang_rdt.cli.engines import accept as accept_weights
     from sglang_rdt.cli.engines import show
 
-    show(address, namespace)
+    if (accept is None) != (label is None):
+        raise typer.BadParameter("--accept and --label go together")
+    if accept is not None and label is not None:
+        accept_weights(accept, label, address, namespace)
+    else:
+        show(address, namespace)
 
 
 @app.command()

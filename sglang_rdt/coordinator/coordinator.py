@@ -8,16 +8,16 @@ up and reported, the others finish.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sglang_rdt.coordinator import calls
+from sglang_rdt.coordinator import calls, failures, trainers
 from sglang_rdt.coordinator.engine import Engine
-from sglang_rdt.engine.sync_request import SyncRequest
-from sglang_rdt.errors import PlanError, VerifyError
+from sglang_rdt.coordinator.failures import Failure
+from sglang_rdt.engine.states import State
+from sglang_rdt.engine.sync_request import Connection, SyncRequest, Trainer
+from sglang_rdt.errors import EngineStateError, PlanError, VerifyError
 from sglang_rdt.plan.costs import LinkCosts
 from sglang_rdt.plan.direct import DirectPlan, make_direct_plan
 from sglang_rdt.plan.planner import Plan, make_plan
@@ -29,6 +29,8 @@ logger = logging.getLogger("sglang_rdt")
 # The engine's own deadline comes first: it says more, and a call that it cancelled cannot begin
 # after the coordinator has given up.
 GRACE_S = 5.0
+# Closing must not wait for an engine that hangs; it notices the next connect anyway.
+_DISCONNECT_S = 10.0
 
 # (engine rank as text, parameter) -> additive checksum of what the trainer sent there.
 Expected = Mapping[tuple[str, str], int]
@@ -39,12 +41,14 @@ class Coordinator:
 
     Args:
         settings: deadlines, pause mode, verification.
+        trainer: whom the engines will follow.
     """
 
-    def __init__(self, engines: Sequence[Engine], settings: Settings) -> None:
+    def __init__(self, engines: Sequence[Engine], settings: Settings, trainer: Trainer) -> None:
         self.engines = {e.name: e for e in engines}
         self._settings = settings
-        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._trainer = trainer
+        self._connection = Connection(uuid.uuid4().hex, trainer)
         self._connecting: dict[str, str] = {}
         # Engine -> the connect session in which it prepared its reads.
         self._connections: dict[str, str] = {}
@@ -53,18 +57,66 @@ class Coordinator:
         """Unique, and readable in messages."""
         return f"{what}-{uuid.uuid4().hex[:8]}"
 
-    def _request(self, sync_id: str, purpose: Any) -> SyncRequest:
+    def _request(
+        self,
+        sync_id: str,
+        purpose: Any,
+        *,
+        overwrite: bool = False,
+        replaces: str | None = None,
+    ) -> SyncRequest:
         s = self._settings
         return SyncRequest(
             sync_id,
-            self._owner,
+            self._trainer.where,
             purpose,
             pause_mode=s.pause_mode if purpose == "sync" else "in_place",
             flush=s.flush and purpose == "sync",
             stall_timeout_s=s.stall_timeout_s,
             begin_timeout_s=s.phase_timeout_s if purpose == "sync" else s.connect_timeout_s,
             phase_timeout_s=s.phase_timeout_s,
+            connection=self._connection,
+            replaces=replaces,
+            overwrite=overwrite,
         )
+
+    def _may_replace(self, engine: Engine) -> str | None:
+        """The token of the trainer that was connected to ``engine`` and may be replaced.
+
+        Raises:
+            EngineStateError: it still runs.
+            CallFailures: naming every rank that does not answer.
+        """
+        statuses = engine.call(
+            "rdt_status", timeout_s=self._settings.connect_timeout_s, phase="connect"
+        )
+        other = next((c.trainer for s in statuses if (c := s.connection) is not None), None)
+        if other is None or other.token == self._trainer.token:
+            return None
+        if self._settings.takeover:
+            logger.warning("taking %s over from trainer %s", engine, other.where)
+        elif trainers.is_there(other):
+            raise EngineStateError(
+                f"{engine} is connected to trainer {other.where}, which still runs; two trainers "
+                "would overwrite each other's weights. Close that one (WeightSync.close), name other "
+                "engines (engines=), or take it over with SGLANG_RDT_TAKEOVER=1"
+            )
+        else:
+            logger.info("%s was connected to trainer %s, which is gone", engine, other.where)
+        return other.token
+
+    def disconnect(self) -> None:
+        """Tells the engines that this trainer is done with them. Never raises: an engine that does
+        not hear of it gives way to the next trainer once this process is gone."""
+        refs: dict[str, Any] = {}
+        try:
+            for engine in self.engines.values():
+                refs.update(engine.start("disconnect", self._trainer.token))
+            _, errors = calls.settle(refs, _DISCONNECT_S, "disconnect")
+        except Exception as error:  # Ray itself is gone
+            errors = {"engines": error}
+        for who, problem in errors.items():
+            logger.debug("%s: not told that its trainer has closed: %s", who, calls.short(problem))
 
     def connect(self, trainers: Sequence[TrainerRank]) -> Plan:
         """Describes the engines, records their loaders, registers their memory, and plans a
@@ -122,7 +174,11 @@ class Coordinator:
         for name, sync_id in self._connecting.items():
             engine = self.engines[name]
             per_rank = [
-                {"transfers": plan.transfers(index[str(rank)]), "scratch_bytes": s.bucket_bytes}
+                {
+                    "transfers": plan.transfers(index[str(rank)]),
+                    "scratch_bytes": s.bucket_bytes,
+                    "verify": s.verify == "checksum",
+                }
                 for rank in engine.ranks
             ]
             refs.update(engine.start("prepare_direct", sync_id, per_rank=per_rank))
@@ -189,23 +245,30 @@ class Coordinator:
         def call(method: str, *args: Any) -> list[Any]:
             return engine.call(method, *args, timeout_s=timeout + GRACE_S, phase=method)
 
-        call("begin_sync", self._request(sync_id, "connect"))
+        replaces = self._may_replace(engine)
+        call("begin_sync", self._request(sync_id, "connect", replaces=replaces))
         params = call("describe")
         recordings = call("record_load", sync_id, specs)
         call("register_weights", sync_id)
         return params, recordings
 
-    def begin(self, sync_id: str) -> dict[str, str]:
-        """Pauses, flushes and opens a session on every engine at once; failures per engine."""
-        request = self._request(sync_id, "sync")
-        return self._each("begin", lambda engine: engine.start("begin_sync", request))
+    def begin(self, sync_id: str, *, overwrite: bool = False) -> dict[str, Failure]:
+        """Pauses, flushes and opens a session on every engine at once; failures per engine.
 
-    def start_syncs(self, sync_id: str) -> dict[str, dict[str, Any]]:
+        Args:
+            overwrite: see :class:`~sglang_rdt.engine.sync_request.SyncRequest`.
+        """
+        request = self._request(sync_id, "sync", overwrite=overwrite)
+        return self._each("pause", lambda engine: engine.start("begin_sync", request))
+
+    def start_syncs(
+        self, sync_id: str, *, checksum: bool, overwrite: bool
+    ) -> dict[str, dict[str, Any]]:
         """All ranks of all engines begin, read what they prepared, and end their session; engine
         -> references. Nothing else must follow but :meth:`commit` or :meth:`abort`."""
-        request = self._request(sync_id, "sync")
+        request = self._request(sync_id, "sync", overwrite=overwrite)
         return {
-            name: engine.start("sync_direct", request, self._connections[name], self._checksum)
+            name: engine.start("sync_direct", request, self._connections[name], checksum)
             for name, engine in self.engines.items()
         }
 
@@ -219,10 +282,6 @@ class Coordinator:
             for name in engines
         }
 
-    @property
-    def _checksum(self) -> bool:
-        return self._settings.verify == "checksum"
-
     def start_compares(self, sync_id: str, engines: Sequence[str]) -> dict[str, dict[str, Any]]:
         """All ranks of ``engines`` read again and compare; engine -> references."""
         return {
@@ -231,67 +290,63 @@ class Coordinator:
         }
 
     def finish_reads(
-        self, started: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Waits for what was started: engine -> engine rank (text) -> answer, and failures."""
+        self, started: Mapping[str, Mapping[str, Any]], phase: str
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Failure]]:
+        """Waits for what was started: engine -> engine rank (text) -> answer, and failures.
+
+        Args:
+            phase: what was started, for messages.
+        """
         results: dict[str, dict[str, Any]] = {}
-        failures: dict[str, str] = {}
+        failed: dict[str, Failure] = {}
         for name, refs in started.items():
             # Begin (which settles what it began), pull and finalise in one call, each with a
             # deadline of its own on the engine.
             timeout = 4 * self._settings.phase_timeout_s + 3 * GRACE_S
-            answers, errors = calls.settle(refs, timeout, "pull")
+            answers, errors = calls.settle(refs, timeout, phase)
             if errors:
-                failures[name] = "pull: " + "; ".join(
-                    f"{who}: {calls.short(e)}" for who, e in errors.items()
-                )
+                failed[name] = failures.of_ranks(phase, errors)
             else:
                 results[name] = answers
-        return results, failures
+        return results, failed
 
     def finalise(
-        self, sync_id: str, engines: Sequence[str]
-    ) -> tuple[dict[str, dict], dict[str, str]]:
+        self, sync_id: str, engines: Sequence[str], *, checksum: bool
+    ) -> tuple[dict[str, dict], dict[str, Failure]]:
         """Ends the session on ``engines``.
 
         Returns:
             engine rank (text) -> checksums by parameter, and failures per engine.
         """
         sums: dict[str, dict] = {}
-        failures = self._each(
+        failed = self._each(
             "finalise",
-            lambda engine: engine.start("finalise", sync_id, self._checksum),
+            lambda engine: engine.start("finalise", sync_id, checksum),
             engines,
             on_result=sums.update,
         )
-        return sums, failures
+        return sums, failed
 
-    def commit(self, sync_id: str, version: str, engines: Sequence[str]) -> dict[str, str]:
+    def commit(self, sync_id: str, version: str, engines: Sequence[str]) -> dict[str, Failure]:
         """Sets the version and resumes; failures per engine."""
         return self._each(
             "version", lambda engine: engine.start("end_sync", sync_id, version), engines
         )
 
-    def abort(self, sync_id: str, failures: Mapping[str, str]) -> dict[str, str]:
-        """Gives the sync up on the engines in ``failures``; what state each is left in.
+    def abort(self, sync_id: str, failed: Mapping[str, Any]) -> dict[str, str]:
+        """Gives the sync up on the engines in ``failed`` (engine -> why), all at once; what state
+        each is left in.
 
         Ranks that gave it up by themselves (they vote) refuse the call; their state says so.
         """
         timeout = self._settings.phase_timeout_s
-        states: dict[str, str] = {}
-        for name, why in failures.items():
-            engine = self.engines[name]
-            calls.settle(engine.start("abort_sync", sync_id, why), timeout, "abort")
-            status, errors = calls.settle(engine.start("rdt_status"), timeout, "status")
-            found = {s.state for s in status.values()}
-            if "dirty" in found:
-                (why, *_) = [s.detail for s in status.values() if s.state == "dirty"]
-                states[name] = f"dirty: it stays paused until a full sync succeeds; {why}"
-            elif errors:
-                states[name] = "unknown: " + "; ".join(calls.short(e) for e in errors.values())
-            else:
-                states[name] = " and ".join(sorted(found))
-        return states
+        started = {
+            name: self.engines[name].start("abort_sync", sync_id, str(why))
+            for name, why in failed.items()
+        }
+        for refs in started.values():
+            calls.settle(refs, timeout, "abort")
+        return {name: told(*self.engines[name].state(timeout)) for name in failed}
 
     def _each(
         self,
@@ -299,20 +354,25 @@ class Coordinator:
         start: Callable[[Engine], dict[str, Any]],
         engines: Sequence[str] | None = None,
         on_result: Callable[[dict[str, Any]], None] | None = None,
-    ) -> dict[str, str]:
+    ) -> dict[str, Failure]:
         # Start everywhere before waiting anywhere: engines work at the same time.
         chosen = self.engines if engines is None else engines
         started = {name: start(self.engines[name]) for name in chosen}
-        failures: dict[str, str] = {}
+        failed: dict[str, Failure] = {}
         for name, refs in started.items():
             results, errors = calls.settle(refs, self._settings.phase_timeout_s + GRACE_S, phase)
             if errors:
-                failures[name] = f"{phase}: " + "; ".join(
-                    f"{who}: {calls.short(e)}" for who, e in errors.items()
-                )
+                failed[name] = failures.of_ranks(phase, errors)
             elif on_result is not None:
                 on_result(results)
-        return failures
+        return failed
+
+
+def told(state: State, why: str) -> str:
+    """``state`` in words."""
+    if state == "dirty":
+        return f"dirty: it stays paused until a full sync succeeds; {why}"
+    return state if state == "current" else f"{state}: {why}"
 
 
 def log_casts(casts: Sequence[str]) -> None:
@@ -323,26 +383,36 @@ def log_casts(casts: Sequence[str]) -> None:
 
 def compare_checksums(
     expected: Expected, found: Mapping[str, Mapping[str, int]], engines: Mapping[str, str]
-) -> dict[str, str]:
+) -> dict[str, Failure]:
     """Where what the engines hold differs from what the trainer sent.
 
     Args:
         found: engine rank (text) -> parameter -> checksum.
-        engines: engine rank (text) -> engine name.
+        engines: engine rank (text) -> engine name, of every rank that should have answered.
 
     Returns:
         engine -> every parameter and rank that differs; empty if all is equal. A parameter that
-        only one side reports differs too.
+        only one side reports differs too, and so does a rank that reports nothing.
     """
     differences: dict[str, list[str]] = {}
-    keys = set(expected) | {(rank, param) for rank, sums in found.items() for param in sums}
-    for rank, param in sorted(keys):
-        if rank not in found:
+    sent_to: dict[str, dict[str, int]] = {}
+    for (rank, param), value in expected.items():
+        sent_to.setdefault(rank, {})[param] = value
+    for rank, engine in engines.items():
+        sums, sent = found.get(rank), sent_to.get(rank, {})
+        if sums is None or not sent:
+            side = "engine" if sums is None else "trainer"
+            differences.setdefault(engine, []).append(f"{rank}: the {side} reports no checksum")
             continue
-        sent, held = expected.get((rank, param)), found[rank].get(param)
-        if sent != held:
-            what = "was not sent" if sent is None else "is not held" if held is None else "differs"
-            differences.setdefault(engines[rank], []).append(f"{rank}: {param} {what}")
+        for param in sorted({*sent, *sums}):
+            if sent.get(param) != sums.get(param):
+                what = (
+                    "was not sent" if param not in sent
+                    else "is not held" if param not in sums
+                    else "differs"
+                )  # fmt: skip
+                differences.setdefault(engine, []).append(f"{rank}: {param} {what}")
     return {
-        e: str(VerifyError("checksums differ after the sync", d)) for e, d in differences.items()
+        e: Failure("verify", str(VerifyError("checksums differ after the sync", d)))
+        for e, d in differences.items()
     }

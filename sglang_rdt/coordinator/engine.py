@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_rdt.coordinator import calls
+from sglang_rdt.engine.states import State, of_engine
 from sglang_rdt.plan.specs import EngineRank
 
 
@@ -58,6 +59,20 @@ class Engine:
             str(rank): getattr(actor, method).remote(*args, **(per_rank[i] if per_rank else {}))
             for i, (rank, actor) in enumerate(zip(self.ranks, self.actors, strict=True))
         }
+
+    def accept(self, version: str, timeout_s: float = 60.0) -> None:
+        """Has a dirty engine go on with the torn weights that it has, labelled ``version``.
+
+        Raises:
+            CallFailures: it is not dirty, or does not answer; nothing has changed.
+        """
+        self.call("accept_weights", version, timeout_s=timeout_s, phase="accept")
+
+    def state(self, timeout_s: float = 30.0) -> tuple[State, str]:
+        """Its state, and why if it is not ``current``. Route requests only to ``current`` ones."""
+        answers, errors = calls.settle(self.start("rdt_status"), timeout_s, "status")
+        lost = {who: RuntimeError(calls.short(error)) for who, error in errors.items()}
+        return of_engine({**answers, **lost})
 
     def status(self, timeout_s: float = 30.0) -> list[Any]:
         """RankStatus of every rank."""

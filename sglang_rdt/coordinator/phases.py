@@ -6,6 +6,10 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_rdt.coordinator.failures import Failure
 
 ORDER = (
     "final_params",
@@ -73,7 +77,7 @@ class SyncReport:
     nbytes: int
     seconds: float
     phases: dict[str, float]
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
     verified: str = "off"
 
     def ordered_phases(self) -> list[tuple[str, float]]:

@@ -9,11 +9,12 @@ sgl-project/sglang#27723.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from sglang_rdt.engine.rank_session import RankSession
 from sglang_rdt.engine.recorder import describe_tensors
 from sglang_rdt.engine.scheduler_control import SchedulerControl
 from sglang_rdt.engine.sync_request import RankStatus, ReadResult, SyncRequest
-from sglang_rdt.errors import EngineStateError
+from sglang_rdt.errors import EngineStateError, RdtError
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.specs import EngineRank, ParamSpec, RankId, Recording, TensorSpec
 from sglang_rdt.plan.transfers import Transfer
@@ -73,7 +74,7 @@ class RdtSchedulerActor:
         self._session = RankSession(self._control, self._gate, who)
         self._stall_timeout_s = settings.stall_timeout_s
         self.scheduler._request_dispatcher += TypeBasedDispatcher([(LoopCall, self._on_loop_call)])
-        self._guard_pause_and_continue()
+        self._guard_control_requests()
         # The event loop spins, and gives the GIL up only when another thread has asked for so
         # long. Python's 5 ms would be paid at the beginning and at the end of every sync.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -99,18 +100,21 @@ class RdtSchedulerActor:
 
     # Event-loop thread.
 
-    def _guard_pause_and_continue(self) -> None:
-        """The user's own pause and continue go through us: a dirty engine must not be resumed.
+    def _guard_control_requests(self) -> None:
+        """The user's own control requests go through us: a dirty engine must not be resumed, and
+        memory that is given back must not stay registered.
 
         Source: sglang.utils.TypeBasedDispatcher, the same from 0.5.16 to 0.5.23.
         """
         from sglang.srt.managers.io_struct import (
             ContinueGenerationReqInput,
             PauseGenerationReqInput,
+            ReleaseMemoryOccupationReqInput,
         )
 
         handlers = self.scheduler._request_dispatcher._mapping
         pause, resume = handlers[PauseGenerationReqInput], handlers[ContinueGenerationReqInput]
+        release = handlers[ReleaseMemoryOccupationReqInput]
 
         def guarded_pause(request: Any) -> Any:
             self._session.user_paused(True)
@@ -119,8 +123,14 @@ class RdtSchedulerActor:
         def guarded_continue(request: Any) -> Any:
             return resume(request) if self._session.user_paused(False) else None
 
+        def guarded_release(request: Any) -> Any:
+            if not request.tags or "weights" in request.tags:
+                self._session.memory_released()
+            return release(request)
+
         handlers[PauseGenerationReqInput] = guarded_pause
         handlers[ContinueGenerationReqInput] = guarded_continue
+        handlers[ReleaseMemoryOccupationReqInput] = guarded_release
 
     def _on_loop_call(self, call: LoopCall) -> None:
         self._gate.handle(call)
@@ -185,6 +195,24 @@ class RdtSchedulerActor:
         self._gate.enter(request.sync_id, begin, request.begin_timeout_s)
         return self.rdt_identity()
 
+    def disconnect(self, token: str) -> None:
+        """The trainer of ``token`` has closed: what was prepared for it is given up."""
+        self._gate.enter(
+            f"disconnect-{token}", lambda: self._session.disconnect(token), self._phase_timeout_s
+        )
+
+    def accept_weights(self, version: str) -> EngineRank:
+        """Has a dirty engine (all its ranks are called) go on with the torn weights that it has,
+        under the label ``version``: its user's decision.
+
+        Raises:
+            EngineStateError: it is not dirty; nothing has changed.
+        """
+        self._gate.enter(
+            f"accept-{version}", lambda: self._session.accept(version), self._phase_timeout_s
+        )
+        return self.rdt_identity()
+
     def record_load(self, sync_id: str, hf_specs: Sequence[TensorSpec]) -> Recording:
         """What this rank wants of which HF tensor, from the model's own ``load_weights``.
 
@@ -246,7 +274,7 @@ class RdtSchedulerActor:
         self._session.weights.sources[source] = ref
 
     def prepare_direct(
-        self, sync_id: str, transfers: Sequence[Transfer], scratch_bytes: int
+        self, sync_id: str, transfers: Sequence[Transfer], scratch_bytes: int, verify: bool = False
     ) -> int:
         """Prepares reading ``transfers`` out of the accepted memory; bytes per sync.
 
@@ -258,7 +286,7 @@ class RdtSchedulerActor:
         def prepare() -> int:
             self._session.require(sync_id)
             return self._session.weights.prepare_direct(
-                sync_id, transfers, scratch_bytes, self._phase_timeout_s
+                sync_id, transfers, scratch_bytes, self._phase_timeout_s, verify=verify
             )
 
         return self._command(prepare, sync_id)
@@ -280,14 +308,16 @@ class RdtSchedulerActor:
         timer = PhaseTimer()
 
         def read() -> ReadResult:
-            with timer.phase("pull"):
-                moved = self._session.read_direct(sync_id, connection, self._phase_timeout_s)
+            with _phase(timer, "pull"):
+                moved = self._session.read_direct(
+                    sync_id, connection, self._phase_timeout_s, sums=finalise and checksum
+                )
             sums: dict[str, int] = {}
             if finalise:
                 if checksum:
-                    with timer.phase("verify"):
+                    with _phase(timer, "verify"):
                         sums = self._session.weights.checksums()
-                with timer.phase("finalise"):
+                with _phase(timer, "finalise"):
                     self._session.finalise(sync_id)
             return ReadResult(moved, sums, timer.seconds)
 
@@ -301,7 +331,7 @@ class RdtSchedulerActor:
             See both. A refusal to begin leaves the engine as it was.
         """
         timer = PhaseTimer()
-        with timer.phase("pause"):
+        with _phase(timer, "pause"):
             self.begin_sync(request)
         result = self.read_direct(request.sync_id, connection, True, checksum)
         return replace(result, seconds={**timer.seconds, **result.seconds})
@@ -392,6 +422,17 @@ class RdtSchedulerActor:
         if self._gate.parked:
             self._session.require(sync_id)  # refused before it reaches the loop, see begin_sync
         return self._gate.command(run, timeout_s or self._phase_timeout_s)
+
+
+@contextlib.contextmanager
+def _phase(timer: PhaseTimer, name: str) -> Iterator[None]:
+    """Times a phase; an error in it says so to whoever drives the sync."""
+    try:
+        with timer.phase(name):
+            yield
+    except RdtError as error:
+        error.sync_phase = error.sync_phase or name
+        raise
 
 
 def _node_ip() -> str:

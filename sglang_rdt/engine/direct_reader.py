@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,18 @@ from sglang_rdt.plan.specs import ITEMSIZE
 from sglang_rdt.plan.transfers import Transfer
 from sglang_rdt.transport import nixl
 from sglang_rdt.transport.reads import PreparedRead, Rows
-from sglang_rdt.transport.scratch import Scratch
+from sglang_rdt.transport.scratch import PATTERN, Scratch
 
 if TYPE_CHECKING:
     from sglang_rdt.engine.live_weights import LiveWeights
     from sglang_rdt.transport.agent import RemoteMemory
+
+
+# Shares of the bytes of a read on a GPU, one after the other, where somebody sums up what has landed
+# while the rest is on its way. Measured on 2xH200, 16.4 GB: summing up all of it takes 6.2 ms, and 1.0
+# is left at the end; the second post costs 0.6 ms. Posted at the same time, the second share is as
+# likely as not to come first.
+STAGES = (0.88, 0.12)
 
 
 @dataclass
@@ -50,6 +57,7 @@ class DirectReader:
         sources: trainer rank -> reference to its blocks.
         scratch_bytes: the most scratch memory to use.
         timeout_s: deadline of reaching one source.
+        staged: whether somebody has a use for parameters that are complete before the others are.
 
     Raises:
         SlicesError: a transfer leaves its source's memory.
@@ -64,10 +72,13 @@ class DirectReader:
         *,
         scratch_bytes: int,
         timeout_s: float,
+        staged: bool = False,
     ) -> None:
         self._weights = weights
         self._transfers = [t for t in transfers if t.how != "pack"]
         self._scratch_bytes = scratch_bytes
+        # On a CPU who reads also copies: there is nothing to do meanwhile.
+        self._shares = STAGES if staged and weights.device.type == "cuda" else (1.0,)
         self._memory = {
             source: nixl.memory_of(sources[source], timeout_s)
             for source in sorted({t.source for t in self._transfers})
@@ -76,6 +87,7 @@ class DirectReader:
         # Its own: others that used it would make it grow, and move, under the prepared reads.
         self._scratch = Scratch(weights.device)
         self._fillings: list[_Filling] = []
+        self._stage: dict[str, int] = {}
         # The i-th part, from all sources, goes out with the i-th filling.
         self._direct: list[list[PreparedRead]] = []
         try:
@@ -88,11 +100,30 @@ class DirectReader:
         self._fillings = self._fill(
             [t for t in self._transfers if t.how == "unpack"], self._scratch, halves=2
         )
-        parts = max(len(self._fillings), 1)
-        self._direct = [[] for _ in range(parts)]
-        for source, of_source in _by_source(t for t in self._transfers if t.how == "direct"):
-            for i, runs in enumerate(_split(direct_runs(of_source), parts)):
-                self._direct[i].append(self._read_in_place(source, runs))
+        direct = [
+            (source, direct_runs(of_source))
+            for source, of_source in _by_source(t for t in self._transfers if t.how == "direct")
+        ]
+        if self._fillings:
+            self._direct = [[] for _ in self._fillings]
+            for source, runs in direct:
+                for i, part in enumerate(_split(runs, len(self._fillings))):
+                    self._direct[i].append(self._read_in_place(source, part))
+            return
+        self._stage = stages([runs for _, runs in direct], self._shares)
+        self._direct = [[] for _ in range(max(self._stage.values(), default=0) + 1)]
+        for source, runs in direct:
+            for i, part in _by_stage(runs, self._stage):
+                self._direct[i].append(self._read_in_place(source, part))
+
+    @property
+    def stages(self) -> int:
+        """In how many stages parameters become complete; 1: at the end, all of them."""
+        return 1 if self._fillings else max(len(self._direct), 1)
+
+    def stage_of(self, param: str) -> int:
+        """The stage after which ``param`` is complete."""
+        return self._stage.get(param, 0)
 
     @property
     def scratch_bytes(self) -> int:
@@ -110,28 +141,42 @@ class DirectReader:
             *(read for filling in self._fillings for read in filling.reads),
         ]
 
-    def read(self, timeout_s: float) -> int:
+    def read(self, timeout_s: float, landed: Callable[[int], None] | None = None) -> int:
         """Reads everything; returns when every byte is in place; bytes read.
+
+        Args:
+            landed: called with the number of each stage when it is complete.
 
         Raises:
             DeadlineError, TransportError: naming the source.
         """
         deadline = time.monotonic() + timeout_s
         if self._fillings:
-            _post(self._fillings[0].reads)
-        for i, part in enumerate(self._direct):
+            self._read_and_unpack(deadline, timeout_s)
+            return self.nbytes
+        for i, stage in enumerate(self._direct):
+            if i == 0:
+                _post(stage)
+            _wait(stage, deadline, timeout_s)
+            if i + 1 < len(self._direct):
+                _post(self._direct[i + 1])
+            if landed is not None:
+                landed(i)
+        return self.nbytes
+
+    def _read_and_unpack(self, deadline: float, timeout_s: float) -> None:
+        _post(self._fillings[0].reads)
+        for i, (part, filling) in enumerate(zip(self._direct, self._fillings, strict=True)):
             _post(part)
-            if i < len(self._fillings):
-                _wait(self._fillings[i].reads, deadline, timeout_s)
-                if i + 1 < len(self._fillings):
-                    # The other half is empty once the copies before these are done.
-                    self._synchronize()
-                    _post(self._fillings[i + 1].reads)
-                self._unpack(self._fillings[i])
+            _wait(filling.reads, deadline, timeout_s)
+            if i + 1 < len(self._fillings):
+                # The other half is empty once the copies before these are done.
+                self._synchronize()
+                _post(self._fillings[i + 1].reads)
+            self._unpack(filling)
         for part in self._direct:
             _wait(part, deadline, timeout_s)
         self._synchronize()
-        return self.nbytes
 
     def compare(self, timeout_s: float) -> list[str]:
         """Reads everything again, into scratch memory; one line per difference."""
@@ -144,7 +189,7 @@ class DirectReader:
             fillings = self._fill(again, scratch, halves=1)
             for filling in fillings:
                 # Never equal by accident: scratch that the read did not reach must not match.
-                filling.scratch.fill_(0xA5)
+                filling.scratch.fill_(PATTERN)
                 self._synchronize()
                 _post(filling.reads)
                 _wait(filling.reads, deadline, timeout_s)
@@ -267,17 +312,28 @@ def _split(runs: Runs, parts: int) -> list[Runs]:
     ends = np.cumsum(runs.nbytes)
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, parts) / parts, side="right")
     edges = np.unique(np.concatenate([[0], cuts, [len(runs)]]))
-    return [
-        Runs(
-            runs.names,
-            runs.param[low:high],
-            runs.param_at[low:high],
-            runs.block[low:high],
-            runs.block_at[low:high],
-            runs.nbytes[low:high],
-        )
-        for low, high in itertools.pairwise(edges.tolist())
-    ]
+    return [runs.where(slice(low, high)) for low, high in itertools.pairwise(edges.tolist())]
+
+
+def stages(runs: Sequence[Runs], shares: Sequence[float]) -> dict[str, int]:
+    """Parameter -> stage, so that each stage has about its share of the bytes of all ``runs``."""
+    sizes: dict[str, int] = {}
+    for one in runs:
+        per_param = np.bincount(one.param, weights=one.nbytes, minlength=len(one.names))
+        for name, nbytes in zip(one.names, per_param.tolist(), strict=True):
+            sizes[name] = sizes.get(name, 0) + int(nbytes)
+    if not sizes:
+        return {}
+    ends = np.cumsum(list(sizes.values()))
+    edges = np.cumsum(shares)[:-1] * ends[-1]
+    # Without gaps: a large parameter may fill several stages.
+    _, stage = np.unique(np.searchsorted(edges, ends, side="left"), return_inverse=True)
+    return dict(zip(sizes, stage.tolist(), strict=True))
+
+
+def _by_stage(runs: Runs, stage: Mapping[str, int]) -> list[tuple[int, Runs]]:
+    of_run = np.array([stage[name] for name in runs.names])[runs.param]
+    return [(i, runs.where(of_run == i)) for i in np.unique(of_run).tolist()]
 
 
 def _landed(filling: _Filling, copy: Unpack) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from sglang_rdt.engine.direct_reader import DirectReader
 from sglang_rdt.engine.recorder import describe_tensors, record_load
-from sglang_rdt.errors import EngineStateError, SlicesError, TransportError
+from sglang_rdt.errors import EngineStateError, ReconnectError, SlicesError, TransportError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.slices import Slice
@@ -17,7 +17,9 @@ from sglang_rdt.plan.specs import ParamSpec, Recording, TensorSpec
 from sglang_rdt.plan.transfers import Transfer, check_target_transfers, wanted_elements
 from sglang_rdt.sums import Part, Sums
 from sglang_rdt.transport import nixl
-from sglang_rdt.transport.scratch import Scratch
+from sglang_rdt.transport.scratch import PATTERN, Scratch
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LiveWeights:
@@ -38,7 +40,8 @@ class LiveWeights:
         self.sources: dict[int, Any] = {}
         self._reader: DirectReader | None = None
         self._connection = ""
-        self._sums: Sums[str] | None = None
+        # One for each stage of the direct reads, or for all that the loader fills.
+        self._sums: list[Sums[str]] | None = None
         self.refresh()
         device = next((t.device for t in self._tensors.values()), torch.device("cpu"))
         self.scratch = Scratch(device)
@@ -53,7 +56,7 @@ class LiveWeights:
         nixl.deregister(t for t in old.values() if t.untyped_storage().data_ptr() not in here)
 
     def check_addresses(self) -> None:
-        """Raises EngineStateError if a tensor that the loader fills moved since it was described.
+        """Raises ReconnectError if a tensor that the loader fills moved since it was described.
 
         Memory that was released and resumed, offloaded, or replaced would otherwise take bytes
         that nobody serves.
@@ -70,7 +73,7 @@ class LiveWeights:
         ]
         moved += [s.name for s in specs if not s.buffer and s.name not in self.specs]
         if moved:
-            raise EngineStateError(
+            raise ReconnectError(
                 f"{self._who}: {len(moved)} parameters moved since the trainer connected "
                 f"({', '.join(moved[:5])}); connect again"
             )
@@ -85,6 +88,13 @@ class LiveWeights:
         self.recording = record_load(self._model, specs)
         return self.recording
 
+    def forget(self) -> None:
+        """Gives up what was prepared, and every registration."""
+        self._forget_sources()
+        self._sums = None
+        nixl.deregister(self._tensors.values())
+        self.scratch.close()
+
     def _forget_sources(self) -> None:
         if self._reader is not None:
             self._reader.close()
@@ -98,11 +108,14 @@ class LiveWeights:
         transfers: Sequence[Transfer],
         scratch_bytes: int,
         timeout_s: float,
+        *,
+        verify: bool = False,
     ) -> int:
         """Prepares reading ``transfers`` out of :attr:`sources`; bytes per sync.
 
         Args:
             connection: name of the connect session, for :meth:`prepared`.
+            verify: whether checksums will be asked for: what they need is prepared, too.
 
         Raises:
             SlicesError: a transfer does not fit this rank's parameters or its source's memory.
@@ -119,12 +132,21 @@ class LiveWeights:
             self._reader.close()
             self._reader = None
         self._reader = DirectReader(
-            self, transfers, self.sources, scratch_bytes=scratch_bytes, timeout_s=timeout_s
+            self,
+            transfers,
+            self.sources,
+            scratch_bytes=scratch_bytes,
+            timeout_s=timeout_s,
+            staged=verify,
         )
         # Where the bytes lie is known now; a reference held here would keep the trainer's
         # parameters in memory after it has closed.
         self.sources.clear()
         self._connection = connection
+        if verify and self._reader.stages > 1:
+            self._stage_sums(self._reader)
+        elif verify:
+            self._sums = self._make_sums([None])
         return self._reader.nbytes
 
     def prepared(self, connection: str) -> DirectReader:
@@ -135,7 +157,7 @@ class LiveWeights:
                 not be taken for the caller's.
         """
         if self._reader is None or self._connection != connection:
-            raise EngineStateError(
+            raise ReconnectError(
                 f"{self._who}: no direct reads are prepared for {connection}"
                 + (f", but for {self._connection}" if self._reader else "")
                 + "; connect again"
@@ -212,7 +234,7 @@ class LiveWeights:
         # Never equal by accident: scratch that the pull did not reach must not match.
         scratch = self.scratch.like(views)
         for s in scratch:
-            _bytes(s).fill_(0xA5)
+            _bytes(s).fill_(PATTERN)
         nixl.pull(ref, scratch, timeout_s)
         differences = []
         for item, view, expected in zip(names_or_slices, views, scratch, strict=True):
@@ -232,22 +254,53 @@ class LiveWeights:
             for c in self.recording.constants:
                 self.view(c.param, c.dst).fill_(c.value)
 
+    def overwrite(self) -> int:
+        """Fills everything that the loader fills with a pattern; bytes."""
+        count = 0
+        for want in self.recording.wants if self.recording is not None else ():
+            view = self.view(want.param, want.dst)
+            size = view.element_size()
+            view.view(_INTEGERS[size]).fill_(int.from_bytes([PATTERN] * size, "big", signed=True))
+            count += view.numel() * size
+        return count
+
+    def read(self, reader: DirectReader, timeout_s: float, *, sums: bool) -> int:
+        """Reads all that was prepared; bytes.
+
+        Args:
+            sums: on a GPU, sum up what has landed while the rest is on its way, for
+                :meth:`checksums`.
+        """
+        if not sums or reader.stages == 1:
+            return reader.read(timeout_s)
+        staged = self._stage_sums(reader)
+        return reader.read(timeout_s, lambda stage: staged[stage].start())
+
     def checksums(self) -> dict[str, int]:
         """Additive checksum of every recorded parameter, over the slices its loader fills."""
+        if self._sums is None:
+            self._sums = self._make_sums([None])
+        totals: dict[str, int] = {}
+        for part in self._sums:
+            totals.update(part.result())
+        return totals
+
+    def _stage_sums(self, reader: DirectReader) -> list[Sums[str]]:
+        if self._sums is None or len(self._sums) != reader.stages:
+            self._sums = self._make_sums(
+                [{p for p in self.specs if reader.stage_of(p) == i} for i in range(reader.stages)]
+            )
+        return self._sums
+
+    def _make_sums(self, groups: Sequence[set[str] | None]) -> list[Sums[str]]:
         if self.recording is None:
             raise EngineStateError(f"{self._who}: no load was recorded; call record_load first")
-        if self._sums is None:
-            self._sums = Sums(
-                [
-                    (
-                        want.param,
-                        Part(view, want.dst.offset, want.dst.stride, view.dtype),
-                    )
-                    for want in self.recording.wants
-                    for view in [self.view(want.param, want.dst)]
-                ]
-            )
-        return self._sums.run()
+        parts = [
+            (want.param, Part(view, want.dst.offset, want.dst.stride, view.dtype))
+            for want in self.recording.wants
+            for view in [self.view(want.param, want.dst)]
+        ]
+        return [Sums([(k, p) for k, p in parts if g is None or k in g]) for g in groups]
 
 
 def places(model: torch.nn.Module) -> list[tuple[int, int]]:

@@ -1,9 +1,5 @@
-"""One rank's side of a weight sync: the states, and what moves between them.
-
-``current`` --begin--> ``syncing`` --commit--> ``current`` (new version)
-                       ``syncing`` --abort, no byte landed--> ``current`` (old version, running)
-                       ``syncing`` --abort, bytes landed--> ``dirty`` (old label, stays paused)
-``dirty``   --begin--> ``syncing`` (only a full sync ends it)
+"""One rank's side of a weight sync: it drives the scheduler through the states of
+:mod:`sglang_rdt.engine.states`.
 
 Everything but :meth:`RankSession.status` runs on the event-loop thread. Each transition is voted
 on by all ranks of the TP group, so that no rank serves what another does not.
@@ -19,8 +15,9 @@ from sglang_rdt.engine.direct_reader import DirectReader
 from sglang_rdt.engine.live_weights import LiveWeights
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.scheduler_control import SchedulerControl
-from sglang_rdt.engine.sync_request import RankStatus, State, SyncRequest
-from sglang_rdt.errors import EngineStateError, RdtError
+from sglang_rdt.engine.states import State, WeightState
+from sglang_rdt.engine.sync_request import PAUSE_MODES, Connection, RankStatus, SyncRequest
+from sglang_rdt.errors import EngineStateError, RdtError, ReconnectError
 from sglang_rdt.plan.buckets import Target
 
 logger = logging.getLogger("sglang_rdt")
@@ -33,10 +30,12 @@ class RankSession:
         self._control = control
         self._gate = gate
         self._who = who
-        self._status = RankStatus(version=control.version)
+        self._weights_are = WeightState(control.version)
         self._request: SyncRequest | None = None
+        self._connection: Connection | None = None
+        self._disconnected = ""  # why there is no connection any more
+        self._bytes_landed = self._syncs = 0
         self._was_paused = False
-        self._finalised = False
         self.weights = LiveWeights(control.model, who)
 
     @property
@@ -46,13 +45,24 @@ class RankSession:
 
     def status(self) -> RankStatus:
         """A copy of the rank's state; from any thread."""
-        return RankStatus(**self._status.__dict__)
+        request, are = self._request, self._weights_are
+        return RankStatus(
+            state=are.state,
+            version=are.version,
+            sync_id=request.sync_id if request else None,
+            owner=request.owner if request else None,
+            detail=are.detail,
+            bytes_landed=self._bytes_landed,
+            syncs=self._syncs,
+            connection=self._connection,
+        )
 
     def begin(self, request: SyncRequest) -> None:
         """Pause, flush, open SGLang's session: on all ranks or on none.
 
         Raises:
             EngineStateError, EngineBusyError: nothing changed, the engine runs on.
+            ReconnectError: the same, and connecting anew is what helps.
         """
         was_paused, had_session = self._control.paused, self._control.session_open
 
@@ -74,13 +84,24 @@ class RankSession:
             raise problem or EngineStateError(
                 f"{self._who}: another rank of the engine refused the sync"
             )
-        if self._status.state != "dirty":  # a dirty rank is paused by us, not by the user
+        if self._weights_are.state != "dirty":  # a dirty rank is paused by us, not by the user
             self._was_paused = was_paused
-            self._status.state = "syncing"
+        self._weights_are.on("begin")
         self._gate.will_park()
-        self._request, self._finalised = request, False
-        self._status.sync_id, self._status.owner = request.sync_id, request.owner
-        self._status.bytes_landed = 0
+        self._request = request
+        self._bytes_landed = 0
+        if request.purpose == "connect":
+            # Recording gives up what was prepared for whoever was connected before.
+            self._connection, self._disconnected = None, "another connect did not come to its end"
+        if request.overwrite:
+            self._overwrite()
+
+    def _overwrite(self) -> None:
+        def run() -> None:
+            self._land(self.weights.overwrite)
+            self._control.synchronize()
+
+        self._agree(self._attempt("overwriting", run))
 
     def user_paused(self, paused: bool) -> bool:
         """The user pauses or continues generation himself; whether a continue may go ahead.
@@ -88,12 +109,56 @@ class RankSession:
         A dirty engine stays paused; it goes on after the sync that makes it whole, if the user
         wants it to run by then.
         """
-        if self._status.state == "current":
+        if self._weights_are.state == "current":
             return True
         self._was_paused = paused
         if not paused:
-            logger.error("%s is not resumed: %s", self._who, self._status.detail)
+            logger.error("%s is not resumed: %s", self._who, self._weights_are.detail)
         return paused
+
+    def memory_released(self) -> None:
+        """The weights' memory is about to be given back: what is registered there, and what was
+        prepared to be read into it, must go first. Resumed memory keeps its address, but is other
+        memory."""
+        if self._connection is not None:
+            self._connection = None
+            self._disconnected = "its weights' memory was released since"
+        self.weights.forget()
+
+    def disconnect(self, token: str) -> None:
+        """The trainer of ``token`` is done with this engine; nothing if another one is connected."""
+        if self._connection is not None and self._connection.trainer.token == token:
+            self._connection, self._disconnected = None, "its trainer has closed the connection"
+            self.weights.forget()
+
+    def accept(self, version: str) -> None:
+        """The user has a dirty engine serve what it has, labelled ``version``. All ranks or none.
+
+        Raises:
+            EngineStateError: it is not dirty, or its session cannot be ended; it stays dirty.
+        """
+
+        def run() -> None:
+            if self._weights_are.state != "dirty":
+                raise EngineStateError(f"{self._who} is {self._weights_are.state}, not dirty")
+            self._end_open_session()
+            self._control.set_version(version)
+
+        problem = self._attempt("accepting", run)
+        if not self._control.vote(problem is None):
+            if self._weights_are.version != self._control.version:
+                self._attempt("label", lambda: self._control.set_version(self._weights_are.version))
+            raise problem or EngineStateError(
+                f"{self._who}: another rank cannot accept its weights"
+            )
+        logger.warning(
+            "%s serves torn weights as %r, by its user's word: %s",
+            self._who,
+            version,
+            self._weights_are.detail,
+        )
+        self._weights_are.on("accept", version=version)
+        self._control.resume()
 
     def _attempt(self, what: str, run: Callable[[], None]) -> RdtError | None:
         """Runs ``run``; its error, for the ranks to vote on."""
@@ -113,9 +178,8 @@ class RankSession:
         if not self._control.vote(problem is None):
             self._was_paused = was_paused
             why = problem or "on another rank"
-            self._status.state = "dirty"
-            self._status.detail = f"a refused sync could not be undone: {why}"
-            logger.error("%s is dirty and stays paused: %s", self._who, self._status.detail)
+            self._weights_are.on("tear", detail=f"a refused sync could not be undone: {why}")
+            logger.error("%s is dirty and stays paused: %s", self._who, self._weights_are.detail)
         elif self._control.paused and not was_paused:
             self._control.resume()
 
@@ -126,14 +190,39 @@ class RankSession:
             raise EngineStateError(
                 f"{self._who} is in sync {self._request.sync_id} of {self._request.owner}"
             )
-        if self._status.state == "current" and self._control.session_open:
+        if request.pause_mode not in PAUSE_MODES:
+            raise EngineStateError(f"{self._who}: no pause mode {request.pause_mode!r}")
+        self._refuse_strangers(request)
+        if self._weights_are.state == "current" and self._control.session_open:
             raise EngineStateError(
                 f"{self._who}: somebody else has a weight-update session open; end it first"
             )
-        tags = getattr(self._control.scheduler.weight_updater, "offload_tags", None)
-        if tags:
+        # A released KV cache does not matter: colocated trainers sync before they resume it.
+        tags = getattr(self._control.scheduler.weight_updater, "offload_tags", None) or ()
+        if "weights" in tags:
             raise EngineStateError(
                 f"{self._who}: memory is released ({', '.join(sorted(tags))}); resume it first"
+            )
+
+    def _refuse_strangers(self, request: SyncRequest) -> None:
+        """An engine follows one trainer: two would overwrite each other's weights."""
+        mine, theirs = self._connection, request.connection
+        if request.purpose == "connect":
+            tokens = (theirs.trainer.token if theirs else None, request.replaces)
+            if mine is not None and mine.trainer.token not in tokens:
+                raise EngineStateError(
+                    f"{self._who} is connected to trainer {mine.trainer.where}; close that one first"
+                )
+        elif mine is not None and (theirs is None or mine.id != theirs.id):
+            raise EngineStateError(
+                f"{self._who} is connected to trainer {mine.trainer.where} since, and takes nothing "
+                f"from {theirs.trainer.where if theirs else request.owner}"
+            )
+        elif mine is None and theirs is not None:
+            raise ReconnectError(
+                f"{self._who} is not connected to {theirs.trainer.where}"
+                + (f": {self._disconnected}" if self._disconnected else "")
+                + "; connect again"
             )
 
     def require(self, sync_id: str, *, writing: bool = False) -> SyncRequest:
@@ -154,8 +243,13 @@ class RankSession:
         self.weights.resolve(what)
         return self._land(lambda: self.weights.pull(ref, what, timeout_s))
 
-    def read_direct(self, sync_id: str, connection: str, timeout_s: float) -> int:
-        """Reads everything that was prepared in ``connection``; bytes moved."""
+    def read_direct(
+        self, sync_id: str, connection: str, timeout_s: float, *, sums: bool = False
+    ) -> int:
+        """Reads everything that was prepared in ``connection``; bytes moved.
+
+        ``sums``: start summing up what has landed while the rest is on its way.
+        """
         self._refuse_writing(sync_id)
         readers: list[DirectReader] = []
         # All ranks or none: one that cannot read must not let the others write.
@@ -166,21 +260,25 @@ class RankSession:
         moved: list[int] = []
         self._agree(
             self._attempt(
-                "reading", lambda: moved.append(self._land(lambda: readers[0].read(timeout_s)))
+                "reading",
+                lambda: moved.append(
+                    self._land(lambda: self.weights.read(readers[0], timeout_s, sums=sums))
+                ),
             )
         )
         return moved[0]
 
     def _refuse_writing(self, sync_id: str) -> None:
         self.require(sync_id, writing=True)
-        if self._finalised:
+        if self._weights_are.stage == "final":
             raise EngineStateError(f"{self._who}: sync {sync_id} was finalised; no pull may follow")
 
     def _land(self, move: Callable[[], int]) -> int:
         # From here on a failure may leave half of a parameter.
-        self._status.bytes_landed += 1
+        self._weights_are.on("land")
+        self._bytes_landed += 1
         moved = move()
-        self._status.bytes_landed += moved - 1
+        self._bytes_landed += moved - 1
         return moved
 
     def finalise(self, sync_id: str) -> None:
@@ -195,40 +293,42 @@ class RankSession:
 
         problem = self._attempt("finalise", run)
         self._agree(problem)
-        self._finalised = True
+        self._weights_are.on("finalise")
 
     def commit(self, sync_id: str, version: str) -> None:
         """The new version is complete and checked: label it and go on generating."""
         self.require(sync_id, writing=True)
         old = self._control.version
         problem: RdtError | None = None
-        if self._finalised:
+        finalised = self._weights_are.stage == "final"
+        if finalised:
             problem = self._attempt(
                 "setting the version", lambda: self._control.set_version(version)
             )
         else:
             problem = EngineStateError(f"{self._who}: sync {sync_id} was not finalised")
         try:
-            self._agree(problem, broken=self._finalised)
+            self._agree(problem, broken=finalised)
         except RdtError:
             # Nothing was generated under the new label: the engine is still paused.
             self._attempt("restoring the version", lambda: self._control.set_version(old))
             raise
-        self._status.version = version
-        self._status.syncs += 1
-        self._finish("current", "")
+        self._weights_are.on("commit", version=version)
+        self._syncs += 1
+        self._finish()
 
     def leave_connect(self, sync_id: str) -> None:
         """Ends a ``connect`` session; weights and version are as before."""
         request = self.require(sync_id)
         if request.purpose != "connect":
             raise EngineStateError(f"{self._who}: sync {sync_id} writes; commit or abort it")
-        if self._status.state == "dirty":
+        if self._weights_are.torn:
             self._agree(None)
-            self._finish("dirty", self._status.detail)
-            return
-        self._agree(self._attempt("ending the session", self._end_open_session))
-        self._finish("current", "")
+        else:
+            self._agree(self._attempt("ending the session", self._end_open_session))
+        self._connection = request.connection
+        self._weights_are.on("leave")
+        self._finish()
 
     def _end_open_session(self) -> None:
         if self._control.session_open or not self._control.has_session:
@@ -252,28 +352,33 @@ class RankSession:
 
     def _give_up(self, why: str, broken: bool = False) -> State:
         sync_id = self._request.sync_id if self._request else "?"
-        was_dirty = self._status.state == "dirty"
         # Bytes on any rank make the whole engine dirty: its ranks share one set of weights.
-        clean = self._control.vote(self._status.bytes_landed == 0 and not was_dirty and not broken)
+        clean = self._control.vote(not self._weights_are.torn and not broken)
         cause = "after bytes had landed"
         if clean:
             problem = self._attempt("ending the session", self._end_open_session)
             clean = self._control.vote(problem is None)
             cause = f"and its session could not be ended ({problem or 'on another rank'})"
-        elif not self._status.bytes_landed and not broken:
+        elif not self._weights_are.torn and not broken:
             cause = "after bytes had landed on another rank"
         if clean:
-            self._finish("current", "")
-            return self._status.state
-        detail = self._status.detail if was_dirty else f"sync {sync_id} failed {cause}: {why}"
-        logger.error("%s is dirty and stays paused: %s", self._who, detail)
-        self._finish("dirty", detail)
-        return self._status.state
+            self._weights_are.on("abort")
+        else:
+            self._weights_are.on("tear", detail=f"sync {sync_id} failed {cause}: {why}")
+            logger.error("%s is dirty and stays paused: %s", self._who, self._weights_are.detail)
+        self._finish()
+        return self._weights_are.state
 
-    def _finish(self, state: State, detail: str) -> None:
-        self._status.state, self._status.detail = state, detail
+    def _finish(self) -> None:
         self._request = None
-        self._status.sync_id = self._status.owner = None
         self._gate.release()
-        if state == "current" and not self._was_paused:
+        if self._weights_are.state != "current" or self._was_paused:
+            return
+        try:
             self._control.resume()
+        except Exception as error:
+            logger.exception("%s: going on failed", self._who)
+            raise EngineStateError(
+                f"{self._who} holds version {self._weights_are.version!r}, but could not go on "
+                f"({type(error).__name__}: {error}); it stays paused until continue_generation"
+            ) from None

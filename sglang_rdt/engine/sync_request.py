@@ -5,7 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-State = Literal["current", "syncing", "dirty"]
+from sglang_rdt.engine.states import State
+
+PAUSE_MODES = ("retract", "in_place")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One weight sync of a training program, as engines know it.
+
+    ``token``: unique. ``where``: host and process, for messages. ``job``, ``actor``: Ray's ids of
+    its driver and of its actor (empty: it is none), which tell whether it is still there.
+    """
+
+    token: str
+    where: str
+    job: str = ""
+    actor: str = ""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What a trainer and an engine agreed on at connect time. ``id``: unique."""
+
+    id: str
+    trainer: Trainer
 
 
 @dataclass(frozen=True)
@@ -13,7 +37,10 @@ class SyncRequest:
     """What the coordinator asks an engine to begin.
 
     ``purpose``: ``connect`` describes and records, and writes no weight; ``sync`` does.
-    ``owner``: host and process of the coordinator, for messages.
+    ``owner``: host and process of the coordinator, for messages. ``connection``: the one to make
+    (``connect``) or to use (``sync``). ``replaces``: token of the trainer that this connection may
+    replace. ``overwrite``: fill everything that is to be written with a pattern first, so that
+    nothing passes for copied that was not.
     """
 
     sync_id: str
@@ -24,6 +51,9 @@ class SyncRequest:
     stall_timeout_s: float = 300.0
     begin_timeout_s: float = 120.0
     phase_timeout_s: float = 120.0
+    connection: Connection | None = None
+    replaces: str | None = None
+    overwrite: bool = False
 
 
 @dataclass
@@ -38,6 +68,7 @@ class RankStatus:
     bytes_landed: int = 0
     syncs: int = 0
     registrations: int = 0
+    connection: Connection | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 

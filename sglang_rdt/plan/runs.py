@@ -40,6 +40,17 @@ class Runs:
     def __len__(self) -> int:
         return len(self.nbytes)
 
+    def where(self, rows: NDArray[np.bool_] | slice) -> Runs:
+        """Only ``rows``: a mask, or a range."""
+        return Runs(
+            self.names,
+            self.param[rows],
+            self.param_at[rows],
+            self.block[rows],
+            self.block_at[rows],
+            self.nbytes[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Unpack:

@@ -10,6 +10,9 @@ import torch
 from sglang_rdt.transport import nixl
 
 ALIGN = 16
+# What memory is filled with to which something is about to be copied, where it must not be equal
+# by accident.
+PATTERN = 0xA5
 
 
 class Scratch:

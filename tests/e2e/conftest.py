@@ -81,7 +81,10 @@ class TrainerPool:
         self._pools: dict[int, Trainers] = {}
 
     def get(self, model: TinyModel, layout: Layout, **options: Any) -> Trainers:
-        """Fresh trainers for ``model`` in ``layout``."""
+        """Fresh trainers for ``model`` in ``layout``; those of other sizes let their engines go."""
+        for world, other in self._pools.items():
+            if world != layout.world:
+                other.all("detach")
         pool = self._pools.get(layout.world)
         if pool is None:
             self._pools[layout.world] = Trainers(model, layout, **options)

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from megatron_rdt.sender import RouteSender
+from sglang_rdt.coordinator import trainers
 from sglang_rdt.coordinator.calls import CallFailures
 from sglang_rdt.coordinator.coordinator import Coordinator, compare_checksums
+from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.coordinator.phases import PhaseTimer
+from sglang_rdt.engine.sync_request import Trainer
 from sglang_rdt.errors import EngineBusyError, EngineStateError, PlanError, TransportError
 from sglang_rdt.plan.planner import Plan
 from sglang_rdt.plan.specs import TrainerRank
@@ -30,6 +33,9 @@ TRAINERS = [trainer(0, [W, E]), trainer(1, [W, E])]
 SETTINGS = Settings(
     bucket_bytes=24, connect_timeout_s=60.0, phase_timeout_s=60.0, allow_padding=True
 )
+
+
+ME = Trainer("me", "host:1")
 
 
 @dataclass
@@ -65,7 +71,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     engine = Engine(2)
     with ThreadPoolExecutor(8) as pool:
         found = handles(engine, pool)
-        yield World(engine, Coordinator([found], SETTINGS), wire, found.name)
+        yield World(engine, Coordinator([found], SETTINGS, ME), wire, found.name)
         engine.stop()
     assert engine.loops.crashes == []
     assert engine.group.hangs == []
@@ -82,7 +88,7 @@ def test_a_whole_sync(world: World) -> None:
         sync_id = world.coordinator.new_sync_id(f"sync-{n}")
         assert world.coordinator.begin(sync_id) == {}
         world.move(senders, sync_id, hf)
-        sums, failures = world.coordinator.finalise(sync_id, [world.name])
+        sums, failures = world.coordinator.finalise(sync_id, [world.name], checksum=True)
         assert failures == {}
         expected = {(str(s.route.target), p): v for s in senders for p, v in s.sums.items()}
         engines = {str(r): world.name for r in world.coordinator.engines[world.name].ranks}
@@ -119,26 +125,92 @@ def test_a_failed_pull_leaves_dirty_and_the_next_sync_repairs(world: World) -> N
     assert world.state() == (["dirty"] * 2, [True] * 2)
     assert world.coordinator.begin("s2") == {}
     world.move(senders, "s2", world.hf(2))
-    assert world.coordinator.finalise("s2", [world.name])[1] == {}
+    assert world.coordinator.finalise("s2", [world.name], checksum=True)[1] == {}
     assert world.coordinator.commit("s2", "v2", [world.name]) == {}
     assert world.state() == (["current"] * 2, [False] * 2)
     assert torch.equal(world.engine.ranks[1].model.w, world.hf(2)["w"])
 
 
 def test_a_refused_begin_is_reported_by_rank(world: World) -> None:
+    world.coordinator.connect(TRAINERS)
     world.engine.ranks[1].control.fail["flush"] = EngineBusyError("3 running")
     failures = world.coordinator.begin("s1")
     assert list(failures) == [world.name]
-    assert failures[world.name].startswith("begin: ")
-    assert f"{world.name} dp0_pp0_tp1: 3 running" in failures[world.name]
+    assert failures[world.name].phase == "pause"
+    assert not failures[world.name].reconnect
+    assert f"{world.name} dp0_pp0_tp1: 3 running" in str(failures[world.name])
     states = world.coordinator.abort("s1", failures)
     assert states[world.name] == "current"
     assert world.state() == (["current"] * 2, [False] * 2)
 
 
 def test_an_abort_before_any_byte_is_current(world: World) -> None:
+    world.coordinator.connect(TRAINERS)
     assert world.coordinator.begin("s1") == {}
     assert world.coordinator.abort("s1", {world.name: "x"}) == {world.name: "current"}
+
+
+def test_a_sync_without_a_connection_says_that_connecting_helps(world: World) -> None:
+    (failure,) = world.coordinator.begin("s1").values()
+    assert failure.reconnect
+    assert "is not connected to host:1; connect again" in failure.text
+    world.coordinator.connect(TRAINERS)
+    assert world.coordinator.begin("s2") == {}
+    assert world.coordinator.abort("s2", {world.name: "x"}) == {world.name: "current"}
+
+
+def another(world: World, **changes: Any) -> Coordinator:
+    """A coordinator of another trainer, of the same engines."""
+    engines = list(world.coordinator.engines.values())
+    return Coordinator(engines, SETTINGS.replace(**changes), Trainer("other", "host:2"))
+
+
+def test_two_trainers_on_one_engine_are_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.coordinator.connect(TRAINERS)
+    monkeypatch.setattr(trainers, "is_there", lambda trainer: True)
+    with pytest.raises(EngineStateError, match=r"connected to trainer host:1, which still runs"):
+        another(world).connect(TRAINERS)
+    # The first is not disturbed.
+    assert world.coordinator.begin("s1") == {}
+    assert world.coordinator.abort("s1", {world.name: "x"}) == {world.name: "current"}
+
+
+@pytest.mark.parametrize("how", ["gone", "taken over", "closed"])
+def test_another_trainer_may_follow(
+    how: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.coordinator.connect(TRAINERS)
+    monkeypatch.setattr(trainers, "is_there", lambda trainer: how != "gone")
+    if how == "closed":
+        world.coordinator.disconnect()
+    other = another(world, takeover=how == "taken over")
+    other.connect(TRAINERS)
+    # Whoever was there before hears of it, and does not take the engine back by itself.
+    (failure,) = world.coordinator.begin("s1").values()
+    assert not failure.reconnect
+    assert "is connected to trainer host:2 since, and takes nothing from host:1" in failure.text
+    world.coordinator.disconnect()  # means nothing to the engine any more
+    assert other.begin("s2") == {}
+    assert other.abort("s2", {world.name: "x"}) == {world.name: "current"}
+    assert world.state() == (["current"] * 2, [False] * 2)
+
+
+def test_an_engine_that_was_overwritten_first_is_dirty_until_it_is_whole(world: World) -> None:
+    plan = world.coordinator.connect(TRAINERS)
+    senders = world.senders(plan)
+    assert world.coordinator.begin("s1", overwrite=True) == {}
+    world.move(senders, "s1", world.hf(2))
+    assert world.coordinator.finalise("s1", [world.name], checksum=False)[1] == {}
+    assert world.coordinator.commit("s1", "v1", [world.name]) == {}
+    for r in world.engine.ranks:
+        assert torch.equal(r.model.w, world.hf(2)["w"])
+        assert not r.model.e[2:].any()  # the padding row
+    assert world.coordinator.begin("s2", overwrite=True) == {}
+    assert not torch.equal(world.engine.ranks[0].model.w, world.hf(2)["w"])
+    (state,) = world.coordinator.abort("s2", {world.name: "x"}).values()
+    assert state.startswith("dirty: ")
 
 
 def test_a_plan_that_does_not_fit_leaves_the_engine_running(world: World) -> None:
@@ -149,7 +221,7 @@ def test_a_plan_that_does_not_fit_leaves_the_engine_running(world: World) -> Non
 
 def test_padding_that_the_model_does_not_ask_for_is_refused(world: World) -> None:
     coordinator = Coordinator(
-        list(world.coordinator.engines.values()), SETTINGS.replace(allow_padding=False)
+        list(world.coordinator.engines.values()), SETTINGS.replace(allow_padding=False), ME
     )
     with pytest.raises(PlanError, match="SGLANG_RDT_ALLOW_PADDING=1"):
         coordinator.connect(TRAINERS)
@@ -183,11 +255,11 @@ def test_engines_fail_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
             return {"w": 1}
 
     some = [Fake("a"), Fake("b", EngineStateError("gone")), Fake("c")]
-    coordinator = Coordinator(some, Settings())  # type: ignore[arg-type]
-    assert coordinator.begin("s") == {"b": "begin: b tp0: gone"}
-    sums, failures = coordinator.finalise("s", ["a", "c"])
+    coordinator = Coordinator(some, Settings(), ME)  # type: ignore[arg-type]
+    assert coordinator.begin("s") == {"b": Failure("pause", "b tp0: gone")}
+    sums, failures = coordinator.finalise("s", ["a", "c"], checksum=True)
     assert (sums, failures) == ({"a tp0": {"w": 1}, "c tp0": {"w": 1}}, {})
-    assert coordinator.commit("s", "v", ["b", "c"]) == {"b": "version: b tp0: gone"}
+    assert coordinator.commit("s", "v", ["b", "c"]) == {"b": Failure("version", "b tp0: gone")}
 
 
 # Checksums.
@@ -206,13 +278,34 @@ def test_every_difference_is_named() -> None:
     found = {"e0 tp0": {"w": 5, "extra": 3}, "e0 tp1": {"w": 66}, "e1 tp0": {"w": 7}}
     different = compare_checksums(expected, found, RANKS)
     assert list(different) == ["e0"]
+    assert different["e0"].phase == "verify"
     for line in ("e0 tp0: b is not held", "e0 tp0: extra was not sent", "e0 tp1: w differs"):
-        assert line in different["e0"]
-    assert "e0 tp0: w" not in different["e0"]
+        assert line in different["e0"].text
+    assert "e0 tp0: w" not in different["e0"].text
+
+
+def test_two_parameters_of_one_shape_that_were_swapped_differ() -> None:
+    expected = {("e0 tp0", "q"): 5, ("e0 tp0", "k"): 6}
+    different = compare_checksums(expected, {"e0 tp0": {"q": 6, "k": 5}}, {"e0 tp0": "e0"})
+    assert "e0 tp0: k differs" in different["e0"].text
+    assert "e0 tp0: q differs" in different["e0"].text
 
 
 def test_ranks_that_failed_before_are_not_compared() -> None:
-    assert compare_checksums({("e1 tp0", "w"): 7}, {}, RANKS) == {}
+    ranks = {rank: engine for rank, engine in RANKS.items() if engine == "e1"}
+    expected = {("e0 tp0", "w"): 5, ("e1 tp0", "w"): 7}
+    assert compare_checksums(expected, {"e1 tp0": {"w": 7}}, ranks) == {}
+
+
+def test_nothing_reported_is_not_equal() -> None:
+    for expected, found, side in (
+        ({("e1 tp0", "w"): 7}, {}, "engine"),
+        ({}, {"e1 tp0": {"w": 7}}, "trainer"),
+        ({}, {"e1 tp0": {}}, "trainer"),
+        ({}, {}, "engine"),
+    ):
+        different = compare_checksums(expected, found, {"e1 tp0": "e1"})
+        assert f"e1 tp0: the {side} reports no checksum" in different["e1"].text
 
 
 # Faults that there were.
@@ -227,6 +320,7 @@ def test_a_connect_whose_begin_fails_leaves_nobody_parked(world: World) -> None:
 
 
 def test_no_engines_means_none(world: World) -> None:
+    world.coordinator.connect(TRAINERS)
     assert world.coordinator.begin("s1") == {}
-    assert world.coordinator.finalise("s1", []) == ({}, {})
+    assert world.coordinator.finalise("s1", [], checksum=True) == ({}, {})
     world.coordinator.abort("s1", {world.name: "x"})

@@ -21,6 +21,7 @@ MADE = [
     errors.NotRayBackendError("no actors"),
     errors.DeadlineError("engine 1", "pull", 1.5),
     errors.EngineStateError("in a sync"),
+    errors.ReconnectError("forgot you"),
     errors.EngineBusyError("3 running"),
     errors.RecordError("cat"),
     errors.PlanError("do not fit", ["a", "b"]),

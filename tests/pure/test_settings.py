@@ -125,6 +125,7 @@ VALUES = {
     "nixl_threads": st.integers(0, 64),
     "bucket_bytes": st.integers(1 << 16, 1 << 50),
     "verify": st.sampled_from(["off", "checksum", "equal"]),
+    "verify_every": st.integers(0, 10**6),
     "pause_mode": st.sampled_from(["retract", "in_place"]),
     "export_every": st.integers(0, 10**9),
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),

@@ -19,21 +19,21 @@ def test_slices_of_one_key_add_up_to_the_whole() -> None:
         [("w", part(whole[:7])), ("w", part(whole[7:], 35)), ("other", part(whole[:1].clone()))]
     )
     expected = {"w": slice_sum(whole, 0), "other": slice_sum(whole[:1], 0)}
-    assert sums.run() == expected
+    assert sums.result() == expected
     whole[3, 2] += 1  # prepared once, summed anew
-    assert sums.run()["w"] == slice_sum(whole, 0) != expected["w"]
+    assert sums.result()["w"] == slice_sum(whole, 0) != expected["w"]
 
 
 def test_a_conversion_comes_before_the_sum() -> None:
     stored = torch.randn(4, 4)
-    assert Sums([("w", part(stored, dtype=torch.bfloat16))]).run() == {
+    assert Sums([("w", part(stored, dtype=torch.bfloat16))]).result() == {
         "w": slice_sum(stored.to(torch.bfloat16), 0)
     }
 
 
 def test_nothing_sums_to_nothing() -> None:
-    assert Sums([]).run() == {}
-    assert Sums([("w", part(torch.empty(0, 3)))]).run() == {"w": 0}
+    assert Sums([]).result() == {}
+    assert Sums([("w", part(torch.empty(0, 3)))]).result() == {"w": 0}
 
 
 @pytest.mark.gpu
@@ -48,12 +48,12 @@ def test_the_kernel_sums_like_the_loop(dtype: torch.dtype) -> None:
         if len(shape) == 2 and shape[1] > 2:
             parts.append((i % 3, part(t[:, 1::2], offset=5)))
             parts.append((i % 3, part(t.t(), offset=7)))
-    expected = Sums(parts).run()
+    expected = Sums(parts).result()
     on_gpu = [(k, Part(_moved(p.view), p.offset, p.stride, p.dtype)) for k, p in parts]
     prepared = Sums(on_gpu)
     assert (prepared._kernel is None) == (dtype.itemsize == 8)
-    assert prepared.run() == expected
-    assert prepared.run() == expected
+    assert prepared.result() == expected
+    assert prepared.result() == expected
 
 
 def _moved(view: torch.Tensor) -> torch.Tensor:
@@ -68,5 +68,5 @@ def _moved(view: torch.Tensor) -> torch.Tensor:
 def test_any_cut_of_rows_gives_one_sum(rows: int, cut: int, offset: int) -> None:
     t = torch.arange(rows * 3, dtype=torch.int16).view(rows, 3)
     cut = min(cut, rows)
-    both = Sums([(0, part(t[:cut], offset)), (0, part(t[cut:], offset + cut * 3))]).run()[0]
+    both = Sums([(0, part(t[:cut], offset)), (0, part(t[cut:], offset + cut * 3))]).result()[0]
     assert both == slice_sum(t, offset) <= MASK
