@@ -632,7 +632,14 @@ def _nothing_but_reconnect(failures: Mapping[str, Failure]) -> bool:
 
 
 def _with_states(failures: dict[str, Failure], states: Mapping[str, str]) -> dict[str, Failure]:
-    return {n: replace(f, state=states.get(n, f.state)) for n, f in failures.items()}
+    """What the engines were left in. Their own reason is left out where it is the failure again."""
+    stated = {}
+    for name, failure in failures.items():
+        state = states.get(name, failure.state)
+        if failure.text in state:
+            state = state.partition("; ")[0]
+        stated[name] = replace(failure, state=state)
+    return stated
 
 
 def _merge(*parts: Mapping[str, Failure]) -> dict[str, Failure]:

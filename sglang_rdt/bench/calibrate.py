@@ -89,6 +89,7 @@ def measure(
     ray_environment()
     sizes = _SIZES[device]
     ray.init(
+        address="local",
         num_cpus=4,
         num_gpus=0,
         namespace="sglang-rdt-calibrate",

@@ -51,6 +51,7 @@ def cluster(options: Options, gpus: int) -> Iterator[None]:
 
     world = options.engine_tp * options.engines
     ray.init(
+        address="local",
         num_cpus=max(8, world + 4),
         num_gpus=gpus if options.device == "cuda" else world,  # nothing is behind them on a CPU
         namespace=NAMESPACE,

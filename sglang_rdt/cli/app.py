@@ -17,6 +17,23 @@ app = typer.Typer(
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        import sglang_rdt
+
+        typer.echo(sglang_rdt.__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print it")
+    ] = False,
+) -> None:
+    """Weight sync from Megatron-core to SGLang over NIXL and Ray Direct Transport."""
+
+
 @app.command()
 def demo(
     model: Annotated[str, typer.Option(help="dense, moe or both")] = "both",

@@ -66,6 +66,7 @@ def run(kinds: list[str], steps: int, dtype: str, settings: Settings, console: C
     started = time.monotonic()
     console.print("starting a Ray cluster on this machine ...")
     ray.init(
+        address="local",  # whatever else runs on this machine
         num_cpus=8,
         num_gpus=ENGINE_TP,  # nothing is behind them on a CPU; SGLang reserves one per rank
         namespace=NAMESPACE,

@@ -25,7 +25,7 @@ from sglang_rdt.plan.specs import ITEMSIZE
 from sglang_rdt.plan.transfers import Transfer
 from sglang_rdt.transport import nixl
 from sglang_rdt.transport.reads import PreparedRead, Rows
-from sglang_rdt.transport.scratch import PATTERN, Scratch
+from sglang_rdt.transport.scratch import UNREAD, Scratch
 
 if TYPE_CHECKING:
     from sglang_rdt.engine.live_weights import LiveWeights
@@ -189,7 +189,7 @@ class DirectReader:
             fillings = self._fill(again, scratch, halves=1)
             for filling in fillings:
                 # Never equal by accident: scratch that the read did not reach must not match.
-                filling.scratch.fill_(PATTERN)
+                filling.scratch.fill_(UNREAD)
                 self._synchronize()
                 _post(filling.reads)
                 _wait(filling.reads, deadline, timeout_s)

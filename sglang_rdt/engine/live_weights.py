@@ -17,7 +17,7 @@ from sglang_rdt.plan.specs import ParamSpec, Recording, TensorSpec
 from sglang_rdt.plan.transfers import Transfer, check_target_transfers, wanted_elements
 from sglang_rdt.sums import Part, Sums
 from sglang_rdt.transport import nixl
-from sglang_rdt.transport.scratch import PATTERN, Scratch
+from sglang_rdt.transport.scratch import OVERWRITTEN, UNREAD, Scratch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -234,7 +234,7 @@ class LiveWeights:
         # Never equal by accident: scratch that the pull did not reach must not match.
         scratch = self.scratch.like(views)
         for s in scratch:
-            _bytes(s).fill_(PATTERN)
+            _bytes(s).fill_(UNREAD)
         nixl.pull(ref, scratch, timeout_s)
         differences = []
         for item, view, expected in zip(names_or_slices, views, scratch, strict=True):
@@ -260,7 +260,9 @@ class LiveWeights:
         for want in self.recording.wants if self.recording is not None else ():
             view = self.view(want.param, want.dst)
             size = view.element_size()
-            view.view(_INTEGERS[size]).fill_(int.from_bytes([PATTERN] * size, "big", signed=True))
+            view.view(_INTEGERS[size]).fill_(
+                int.from_bytes([OVERWRITTEN] * size, "big", signed=True)
+            )
             count += view.numel() * size
         return count
 

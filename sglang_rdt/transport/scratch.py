@@ -10,9 +10,11 @@ import torch
 from sglang_rdt.transport import nixl
 
 ALIGN = 16
-# What memory is filled with to which something is about to be copied, where it must not be equal
-# by accident.
-PATTERN = 0xA5
+# Bytes that fill memory to which something is about to be copied, where nothing may pass for copied
+# that was not: parameters, and the scratch memory that they are compared with. They differ, or two
+# copies that both did nothing would be equal.
+OVERWRITTEN = 0xA5
+UNREAD = 0x5A
 
 
 class Scratch:

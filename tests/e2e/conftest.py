@@ -85,12 +85,20 @@ class TrainerPool:
         for world, other in self._pools.items():
             if world != layout.world:
                 other.all("detach")
+        return self.beside(model, layout, **options)
+
+    def beside(self, model: TinyModel, layout: Layout, **options: Any) -> Trainers:
+        """Like :meth:`get`; those of other sizes stay connected."""
         pool = self._pools.get(layout.world)
         if pool is None:
             self._pools[layout.world] = Trainers(model, layout, **options)
         else:
             pool.rebuild(model, layout, **options)
         return self._pools[layout.world]
+
+    def forget(self, world: int) -> None:
+        """The trainers of this size are dead."""
+        self._pools.pop(world, None)
 
     def stop(self) -> None:
         """Ends all processes."""
@@ -105,7 +113,6 @@ def cluster() -> Iterator[None]:
     import ray
 
     os.environ.update(cpu.environment(GPUS))
-    os.environ.pop("RAY_ADDRESS", None)
     # Functions of test modules travel to actors, which cannot import the tests.
     for name in (
         "test_dense",
@@ -114,10 +121,12 @@ def cluster() -> Iterator[None]:
         "test_launchers",
         "test_transport",
         "test_direct",
+        "test_verify",
         "steps",
     ):
         ray.cloudpickle.register_pickle_by_value(importlib.import_module(f"tests.e2e.{name}"))
     ray.init(
+        address="local",  # whatever else runs on this machine
         num_cpus=16,
         num_gpus=GPUS,
         namespace=NAMESPACE,

@@ -111,6 +111,7 @@ def pair() -> Iterator[tuple[Any, Any]]:
     environ = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     preload = str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
     ray.init(
+        address="local",
         num_cpus=4,
         num_gpus=2,
         include_dashboard=False,

@@ -114,6 +114,7 @@ def pair() -> Iterator[tuple[Any, Any]]:
     ray.cloudpickle.register_pickle_by_value(importlib.import_module(__name__))
     environ = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     ray.init(
+        address="local",
         num_cpus=4,
         num_gpus=2,
         include_dashboard=False,

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rdt.engine import live_weights, loop_gate
+from sglang_rdt.engine.sync_request import Connection, Trainer
 from sglang_rdt.errors import (
     DeadlineError,
     EngineBusyError,
     EngineStateError,
+    ReconnectError,
     SlicesError,
     TransportError,
 )
@@ -907,3 +909,171 @@ def test_nothing_is_pulled_after_the_end_of_the_session(fragile: Engine) -> None
     assert good(fragile.call("finalise", "s1", False))
     for error in send(fragile):
         assert isinstance(error, EngineStateError)
+
+
+# Who is connected.
+
+ME, OTHER = Trainer("me", "host:1"), Trainer("other", "host:2")
+
+
+def join(engine: Engine, trainer: Trainer, name: str, replaces: str | None = None) -> list[Any]:
+    """A connect session of ``trainer`` from begin to end, or the outcomes of its begin."""
+    made = Connection(name, trainer)
+    outcomes = engine.begin(
+        f"c-{name}", "connect", pause_mode="in_place", connection=made, replaces=replaces
+    )
+    if good(outcomes):
+        assert good(engine.call("record_load", f"c-{name}", SPECS))
+        assert good(engine.call("end_sync", f"c-{name}", None))
+        engine.settle()
+    return outcomes
+
+
+def test_an_engine_follows_one_trainer(engine: Engine) -> None:
+    assert good(join(engine, ME, "a"))
+    for outcome in join(engine, OTHER, "b"):
+        assert "connected to trainer host:1; close that one first" in str(outcome)
+    # It was refused before anything changed.
+    assert good(engine.begin("s1", connection=Connection("a", ME)))
+    assert engine.call("abort_sync", "s1", "x") == ["current", "current"]
+    engine.settle()
+    assert good(join(engine, OTHER, "b", replaces="me"))
+    for outcome in engine.begin("s2", connection=Connection("a", ME)):
+        assert isinstance(outcome, EngineStateError)
+        assert not isinstance(outcome, ReconnectError)
+        assert "connected to trainer host:2 since, and takes nothing from host:1" in str(outcome)
+    assert good(engine.begin("s3", connection=Connection("b", OTHER)))
+    assert engine.call("abort_sync", "s3", "x") == ["current", "current"]
+    check_running(engine)
+
+
+def test_a_sync_by_hand_is_refused_while_a_trainer_is_connected(engine: Engine) -> None:
+    assert good(engine.begin("s0"))  # nobody is connected yet
+    assert engine.call("abort_sync", "s0", "x") == ["current", "current"]
+    engine.settle()
+    assert good(join(engine, ME, "a"))
+    for outcome in engine.begin("s1"):
+        assert "takes nothing from trainer:1" in str(outcome)
+    check_running(engine)
+
+
+@pytest.mark.parametrize("how", ["disconnect", "memory", "failed connect"])
+def test_a_lost_connection_says_why_and_that_connecting_helps(engine: Engine, how: str) -> None:
+    assert good(join(engine, ME, "a"))
+    if how == "disconnect":
+        assert engine.call("disconnect", "me") == [None, None]
+        why = "its trainer has closed the connection"
+    elif how == "memory":
+        # SGLang handles the request on the event loop, on every rank.
+        for rank in engine.ranks:
+            rank.session.memory_released()
+        why = "its weights' memory was released since"
+    else:
+        assert good(engine.begin("c-b", "connect", connection=Connection("b", ME)))
+        assert engine.call("abort_sync", "c-b", "no plan") == ["current", "current"]
+        engine.settle()
+        why = "another connect did not come to its end"
+    for outcome in engine.begin("s1", connection=Connection("a", ME)):
+        assert isinstance(outcome, ReconnectError)
+        assert why in str(outcome)
+    check_running(engine)
+    assert good(join(engine, ME, "c"))
+    assert good(engine.begin("s2", connection=Connection("c", ME)))
+    assert engine.call("abort_sync", "s2", "x") == ["current", "current"]
+
+
+def test_only_the_connected_trainer_can_disconnect(engine: Engine) -> None:
+    assert good(join(engine, ME, "a"))
+    assert engine.call("disconnect", "other") == [None, None]
+    assert [r.status.connection for r in engine.ranks] == [Connection("a", ME)] * 2
+
+
+def test_a_connection_outlives_dirty(engine: Engine) -> None:
+    assert good(join(engine, ME, "a"))
+    assert good(engine.begin("s1", connection=Connection("a", ME)))
+    tear(engine)
+    assert engine.call("abort_sync", "s1", "x") == ["dirty", "dirty"]
+    engine.settle()
+    assert good(join(engine, ME, "b"))
+    check_dirty(engine)
+    assert [r.status.connection for r in engine.ranks] == [Connection("b", ME)] * 2
+
+
+# What the user decides.
+
+
+def test_accepting_torn_weights(engine: Engine) -> None:
+    make_dirty(engine)
+    engine.log()
+    assert good(engine.call("accept_weights", "torn"))
+    check_running(engine, "torn")
+    assert engine.log() == ["end_session", "version torn", "resume"]
+    full_sync(engine, "s1", "v1")
+    check_running(engine, "v1")
+
+
+def test_what_is_not_dirty_cannot_be_accepted(engine: Engine) -> None:
+    for outcome in engine.call("accept_weights", "torn"):
+        assert isinstance(outcome, EngineStateError)
+    check_running(engine)
+
+
+@pytest.mark.parametrize("where", ["end_session", "version torn"])
+def test_accepting_is_for_all_ranks_or_none(engine: Engine, where: str) -> None:
+    make_dirty(engine)
+    engine.ranks[1].control.fail[where] = RuntimeError("no")
+    assert not any(isinstance(o, EngineRank) for o in engine.call("accept_weights", "torn"))
+    check_dirty(engine)
+    full_sync(engine)
+    check_running(engine, "v1")
+
+
+# Overwritten first.
+
+
+def test_overwriting_leaves_nothing_of_the_old_bytes(engine: Engine) -> None:
+    connect(engine)
+    full_sync(engine, "s1", "v1")
+    assert good(engine.begin("s2", overwrite=True))
+    assert engine.states == ["syncing"] * 2
+    for r in engine.ranks:
+        assert (r.model.w.view(torch.uint8) == 0xA5).all()
+        assert (r.model.e[:2].view(torch.uint8) == 0xA5).all()
+        assert not r.model.e[2:].any()
+    assert engine.call("abort_sync", "s2", "x") == ["dirty", "dirty"]
+    check_dirty(engine, "v1")
+
+
+def test_an_engine_that_cannot_go_on_says_so_and_keeps_the_new_label(engine: Engine) -> None:
+    assert good(engine.begin("s1"))
+    assert good(send(engine))
+    assert good(engine.call("finalise", "s1", False))
+    engine.ranks[1].control.fail["resume"] = RuntimeError("no")
+    fine, error = engine.call("end_sync", "s1", "v1")
+    assert isinstance(fine, EngineRank)
+    assert "holds version 'v1', but could not go on (RuntimeError: no)" in str(error)
+    engine.settle()
+    assert engine.states == ["current", "current"]
+    assert [r.control.version for r in engine.ranks] == ["v1", "v1"]
+    assert engine.paused == [False, True]
+
+
+@pytest.mark.parametrize("mode", ["", "abort", "retract ", "x" * 1000])
+def test_a_pause_mode_that_does_not_exist_is_refused(engine: Engine, mode: str) -> None:
+    for outcome in engine.begin(pause_mode=mode):
+        assert isinstance(outcome, EngineStateError)
+        assert "no pause mode" in str(outcome)
+    check_running(engine)
+
+
+def test_weights_that_are_released_are_refused_and_a_released_cache_is_not(engine: Engine) -> None:
+    tags = [r.control.scheduler.weight_updater.offload_tags for r in engine.ranks]
+    for each in tags:
+        each.update({"weights", "kv_cache"})
+    for outcome in engine.begin():
+        assert "memory is released (kv_cache, weights); resume it first" in str(outcome)
+    check_running(engine)
+    for each in tags:
+        each.discard("weights")
+    full_sync(engine)
+    check_running(engine, "v1")

@@ -1,0 +1,173 @@
+"""Verification finds what it is there for, and cannot pass where nothing was copied."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import ray
+
+from sglang_rdt.demo import proof
+from sglang_rdt.demo.trainer import Layout
+from sglang_rdt.errors import EngineStateError, SyncError
+from tests.e2e.conftest import DENSE_TP2, EnginePool, TrainerPool
+from tests.e2e.steps import SETTINGS, assert_engine_holds
+
+pytestmark = pytest.mark.e2e
+
+MODEL = DENSE_TP2.model
+FIRST = "model.layers.0.mlp.down_proj.weight"
+LAST = "model.layers.1.mlp.down_proj.weight"
+# What is done to one engine rank's weights after the bytes landed -> parameters that must be named.
+FAULTS = {"flipped bit": [LAST], "swapped": [FIRST, LAST], "dropped": [LAST], "nothing": [LAST]}
+
+
+def sabotage(actor: Any, fault: str) -> None:
+    """Installs ``fault`` for one sync; ``""`` takes it away."""
+    import torch
+
+    weights = actor._session.weights
+    for name in ("checksums", "apply_constants", "read", "pull"):
+        weights.__dict__.pop(name, None)
+    if not fault:
+        return
+    first, last = weights._tensors[FIRST], weights._tensors[LAST]
+    before = last.clone()
+    checksums, constants = weights.checksums, weights.apply_constants
+    done: list[bool] = []
+
+    def tamper() -> None:
+        if done:
+            return
+        done.append(True)
+        with torch.no_grad():
+            if fault == "flipped bit":
+                last.view(torch.int16).view(-1)[77] ^= 1
+            elif fault == "swapped":
+                other = first.clone()
+                first.copy_(last)
+                last.copy_(other)
+            elif fault == "dropped":
+                last.copy_(before)
+
+    if fault == "nothing":
+        weights.read = lambda *args, **kwargs: 1
+        weights.pull = lambda *args, **kwargs: 1
+        return
+    # Checksums are taken before the session ends, bytes are compared after it.
+    weights.checksums = lambda: (tamper(), checksums())[1]
+    weights.apply_constants = lambda: (tamper(), constants())[1]
+
+
+def attempt(rank: Any, version: str) -> str:
+    try:
+        rank.sync.sync(version)
+    except SyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mode", ["direct", "bucketed"])
+@pytest.mark.parametrize("verify", ["checksum", "equal"])
+def test_every_fault_is_found_and_named(
+    verify: Any, mode: Any, engines: EnginePool, trainers: TrainerPool
+) -> None:
+    served = engines.get(DENSE_TP2)
+    group = trainers.get(MODEL, Layout(tp=2), seed=51)
+    group.attach(
+        SETTINGS.replace(mode=mode, verify=verify), on_step=False, engines=[served.address]
+    )
+    group.on_all(attempt, "whole")
+    for fault, named in FAULTS.items():
+        numbers, _ = group.step()  # or what was dropped would be right
+        assert numbers["updated"]
+        ray.get(served.engine.actors[1].__ray_call__.remote(sabotage, fault), timeout=30)
+        for message in group.on_all(attempt, "torn"):
+            assert re.search(
+                "checksums differ" if verify == "checksum" else "bytes differ", message
+            )
+            assert "verify: " in message, fault
+            assert f"{served.engine.ranks[1]}: {named[0]}" in message, fault
+            for name in named:
+                assert name in message, fault
+            assert f"{served.engine.ranks[0]}: model" not in message
+        assert served.engine.state()[0] == "dirty"
+        assert {s.version for s in served.engine.status()} == {"whole"}
+        ray.get(served.engine.actors[1].__ray_call__.remote(sabotage, ""), timeout=30)
+        assert set(group.on_all(attempt, "whole")) == {""}
+        assert served.engine.state() == ("current", "")
+    assert_engine_holds(MODEL, group.weights(), served)
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [(1, "cccccc"), (2, "c.c.c."), (3, "c..c.."), (0, "c.....")]
+)
+@pytest.mark.parametrize("mode", ["direct", "bucketed"])
+def test_the_schedule(
+    mode: Any, every: int, expected: str, engines: EnginePool, trainers: TrainerPool
+) -> None:
+    served = engines.get(DENSE_TP2)
+    group = trainers.get(MODEL, Layout(tp=2), seed=52)
+    group.attach(
+        SETTINGS.replace(mode=mode, verify_every=every), on_step=False, engines=[served.address]
+    )
+
+    def syncs(rank: Any) -> str:
+        done = [rank.sync.sync(i).verified for i in range(6)]
+        return "".join({"checksum": "c", "off": "."}[d] for d in done)
+
+    assert set(group.on_all(syncs)) == {expected}
+    group.on_all(lambda rank: rank.sync.connect())
+    assert {r.verified for r in group.on_all(lambda rank: rank.sync.sync("again"))} == {"checksum"}
+    assert_engine_holds(MODEL, group.weights(), served)
+
+
+def test_its_user_may_have_a_dirty_engine_go_on(engines: EnginePool, trainers: TrainerPool) -> None:
+    served = engines.get(DENSE_TP2)
+    group = trainers.get(MODEL, Layout(tp=2), seed=53)
+    group.attach(SETTINGS, on_step=False, engines=[served.address])
+    group.on_all(attempt, "whole")
+    with pytest.raises(Exception, match="current, not dirty"):
+        served.engine.accept("never")
+    ray.get(served.engine.actors[0].__ray_call__.remote(sabotage, "flipped bit"), timeout=30)
+    assert all(group.on_all(attempt, "torn"))
+    ray.get(served.engine.actors[0].__ray_call__.remote(sabotage, ""), timeout=30)
+    waiting = served.start_generate(proof.PROMPT, 3)
+    assert not ray.wait([waiting], timeout=1.0)[0]
+    served.engine.accept("torn, I know")
+    assert served._get(waiting)[1] == "torn, I know"
+    assert served.engine.state() == ("current", "")
+    assert set(group.on_all(attempt, "healed")) == {""}
+    assert_engine_holds(MODEL, group.weights(), served)
+    assert served.generate(proof.PROMPT, 2)[1] == "healed"
+
+
+def test_a_second_trainer_waits_for_the_end_of_the_first(
+    engines: EnginePool, trainers: TrainerPool
+) -> None:
+    served = engines.get(DENSE_TP2)
+    first = trainers.get(MODEL, Layout(tp=2), seed=54)
+    first.attach(SETTINGS, on_step=False, engines=[served.address])
+    assert set(first.on_all(attempt, "mine")) == {""}
+    second = trainers.beside(MODEL, Layout(), seed=55)
+    second.attach(SETTINGS, on_step=False, engines=[served.address])
+    with pytest.raises(EngineStateError, match=r"connected to trainer .*, which still runs"):
+        second.on_all(lambda rank: rank.sync.sync("theirs"))
+    assert set(first.on_all(attempt, "mine again")) == {""}
+    assert_engine_holds(MODEL, first.weights(), served)
+
+    # By order: the first is told.
+    second.attach(SETTINGS.replace(takeover=True), on_step=False, engines=[served.address])
+    assert second.on_all(attempt, "taken") == [""]
+    for message in first.on_all(attempt, "mine?"):
+        assert re.search(r"is connected to trainer .* since, and takes nothing from", message)
+        assert "(the engine is current)" in message
+    assert_engine_holds(MODEL, second.weights(), served)
+    assert served.generate(proof.PROMPT, 1)[1] == "taken"
+
+    # Killed, not closed: Ray knows.
+    second.stop()
+    trainers.forget(Layout().world)
+    assert set(first.on_all(attempt, "mine once more")) == {""}
+    assert_engine_holds(MODEL, first.weights(), served)
