@@ -202,6 +202,10 @@ class DirectReader:
             scratch.close()
         return differences
 
+    def under_way(self) -> list[str]:
+        """The other ends of reads that were given up and may still write."""
+        return [read.who for read in self._reads() if read.under_way()]
+
     def close(self) -> None:
         """Gives the prepared reads and the scratch memory back."""
         for read in self._reads():

@@ -16,7 +16,7 @@ from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import ParamSpec, Recording, TensorSpec
 from sglang_rdt.plan.transfers import Transfer, check_target_transfers, wanted_elements
 from sglang_rdt.sums import Part, Sums
-from sglang_rdt.transport import nixl
+from sglang_rdt.transport import nixl, unfinished
 from sglang_rdt.transport.scratch import OVERWRITTEN, UNREAD, Scratch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -87,6 +87,10 @@ class LiveWeights:
         self.refresh()
         self.recording = record_load(self._model, specs)
         return self.recording
+
+    def unfinished(self) -> list[str]:
+        """Where transfers come from that were given up, and may still write into the parameters."""
+        return [*(self._reader.under_way() if self._reader else ()), *unfinished.unfinished()]
 
     def forget(self) -> None:
         """Gives up what was prepared, and every registration."""

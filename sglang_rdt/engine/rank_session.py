@@ -79,7 +79,7 @@ class RankSession:
                 self.weights.check_addresses()
 
         problem = self._attempt("begin", prepare)
-        if not self._control.vote(problem is None):
+        if not self._vote(problem is None):
             self._undo_begin(was_paused, had_session)
             raise problem or EngineStateError(
                 f"{self._who}: another rank of the engine refused the sync"
@@ -145,7 +145,7 @@ class RankSession:
             self._control.set_version(version)
 
         problem = self._attempt("accepting", run)
-        if not self._control.vote(problem is None):
+        if not self._vote(problem is None):
             if self._weights_are.version != self._control.version:
                 self._attempt("label", lambda: self._control.set_version(self._weights_are.version))
             raise problem or EngineStateError(
@@ -159,6 +159,18 @@ class RankSession:
         )
         self._weights_are.on("accept", version=version)
         self._control.resume()
+
+    def _vote(self, opinion: bool) -> bool:
+        """See :meth:`SchedulerControl.vote`; without the others this engine is none any more."""
+        try:
+            return self._control.vote(opinion)
+        except Exception as error:
+            self._weights_are.on("die")
+            self._gate.release()
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise EngineStateError(
+                f"{self._who}: another rank of the engine is gone ({reason[:200]})"
+            ) from None
 
     def _attempt(self, what: str, run: Callable[[], None]) -> RdtError | None:
         """Runs ``run``; its error, for the ranks to vote on."""
@@ -175,7 +187,7 @@ class RankSession:
         problem = None
         if self._control.session_open and not had_session:
             problem = self._attempt("undoing begin", self._control.end_session)
-        if not self._control.vote(problem is None):
+        if not self._vote(problem is None):
             self._was_paused = was_paused
             why = problem or "on another rank"
             self._weights_are.on("tear", detail=f"a refused sync could not be undone: {why}")
@@ -196,6 +208,13 @@ class RankSession:
         if self._weights_are.state == "current" and self._control.session_open:
             raise EngineStateError(
                 f"{self._who}: somebody else has a weight-update session open; end it first"
+            )
+        late = self.weights.unfinished()
+        if late:
+            raise EngineStateError(
+                f"{self._who}: {len(late)} transfers from {', '.join(sorted(set(late)))} were given up "
+                "and are still under way; they could land in newer weights. They end when that "
+                "process goes on or dies; restart the engine if it does neither"
             )
         # A released KV cache does not matter: colocated trainers sync before they resume it.
         tags = getattr(self._control.scheduler.weight_updater, "offload_tags", None) or ()
@@ -339,7 +358,7 @@ class RankSession:
 
         ``broken``: whether ``problem`` leaves weights that must not be served.
         """
-        if self._control.vote(problem is None):
+        if self._vote(problem is None):
             return
         why = str(problem or "another rank of the engine gave the sync up")
         self._give_up(why, broken=broken and problem is not None)
@@ -347,17 +366,17 @@ class RankSession:
 
     def abort(self, why: str) -> State:
         """Gives the sync up, with the other ranks; returns the state that the rank is left in."""
-        self._control.vote(False)
+        self._vote(False)
         return self._give_up(why)
 
     def _give_up(self, why: str, broken: bool = False) -> State:
         sync_id = self._request.sync_id if self._request else "?"
         # Bytes on any rank make the whole engine dirty: its ranks share one set of weights.
-        clean = self._control.vote(not self._weights_are.torn and not broken)
+        clean = self._vote(not self._weights_are.torn and not broken)
         cause = "after bytes had landed"
         if clean:
             problem = self._attempt("ending the session", self._end_open_session)
-            clean = self._control.vote(problem is None)
+            clean = self._vote(problem is None)
             cause = f"and its session could not be ended ({problem or 'on another rank'})"
         elif not self._weights_are.torn and not broken:
             cause = "after bytes had landed on another rank"

@@ -37,6 +37,7 @@ from ray.experimental.rdt.nixl_tensor_transport import (
 )
 
 from sglang_rdt import settings as settings_module
+from sglang_rdt.transport import unfinished
 from sglang_rdt.transport.waiting import poll
 
 logger = logging.getLogger("sglang_rdt")
@@ -233,12 +234,13 @@ class WeightTransport(NixlTensorTransport):
             )
             if not done:
                 failure = TimeoutError(f"NIXL transfer not complete after {timeout} s")
+                self._give_up(fetch_request)
         except Exception as error:
             failure = RayDirectTransportError(
                 f"NIXL transfer from {fetch_request.remote_name}: {error}"
             )
         if failure is not None:
-            self._drop((fetch_request.obj_id, _addresses(fetch_request.tensors)))
+            self._drop(_key(fetch_request))
             raise failure
         return fetch_request.tensors
 
@@ -255,7 +257,7 @@ class WeightTransport(NixlTensorTransport):
         with self._prepared_lock:
             handles = list(self._prepared.values())
             self._prepared.clear()
-        agents = {memory.agent for memory in self._memory.values()}
+        agents = {memory.agent for memory in self._memory.values()} - unfinished.remotes()
         self._memory.clear()
         for handle in handles:
             _release(handle)
@@ -324,11 +326,26 @@ class WeightTransport(NixlTensorTransport):
             _release(old)
         return handle, key
 
+    def _give_up(self, request: NixlFetchRequest) -> None:
+        """It may still land: see :mod:`sglang_rdt.transport.unfinished`."""
+        with self._prepared_lock:
+            self._prepared.pop(_key(request), None)
+        unfinished.keep(
+            f"NIXL agent {request.remote_name}",
+            request.remote_name,
+            self.get_nixl_agent(),
+            request.xfer_handle,
+        )
+
     def _drop(self, key: tuple[str, tuple[int, ...]]) -> None:
         with self._prepared_lock:
             handle = self._prepared.pop(key, None)
         if handle is not None:
             _release(handle)
+
+
+def _key(request: NixlFetchRequest) -> tuple[str, tuple[int, ...]]:
+    return request.obj_id, _addresses(request.tensors)
 
 
 def _addresses(tensors: list[torch.Tensor]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_rdt.errors import DeadlineError, TransportError
+from sglang_rdt.transport import unfinished
 from sglang_rdt.transport.waiting import poll
 
 Rows = npt.NDArray[np.uint64]
@@ -48,6 +49,8 @@ class PreparedRead:
         self.nbytes = int(nbytes.sum())
         self.count = len(nbytes)
         self._agent = transport().get_nixl_agent()
+        self._remote = memory.agent
+        self._under_way = False
         try:
             self._handle = self._agent.initialize_xfer(
                 "READ",
@@ -65,13 +68,18 @@ class PreparedRead:
         """Starts reading.
 
         Raises:
-            TransportError: NIXL refuses.
+            TransportError: NIXL refuses, or the one before has not ended.
         """
+        if self.under_way():
+            raise TransportError(f"a read from {self.who} that was given up is still under way")
+        self._under_way = True
         try:
             state = self._agent.transfer(self._handle)
         except Exception as error:
+            self._under_way = False
             raise TransportError(f"reading from {self.who} failed: {error}") from None
         if state == "ERR":
+            self._under_way = False
             raise TransportError(f"reading from {self.who} failed: NIXL refused the transfer")
 
     def wait(self, deadline: float, timeout_s: float) -> None:
@@ -90,12 +98,26 @@ class PreparedRead:
                 max(deadline - time.monotonic(), 0.0),
             )
         except Exception as error:
+            self._under_way = False
             raise TransportError(f"reading from {self.who} failed: {error}") from None
         if not done:
             raise DeadlineError(f"reads from {self.who}", "pull", timeout_s)
+        self._under_way = False
+
+    def under_way(self) -> bool:
+        """Whether it was posted, and has neither completed nor failed."""
+        if self._under_way:
+            try:
+                self._under_way = self._agent.check_xfer_state(self._handle) == "PROC"
+            except Exception:  # it has failed
+                self._under_way = False
+        return self._under_way
 
     def release(self) -> None:
-        """Gives the handle back; a transfer under way is cancelled if NIXL can."""
+        """Gives the handle back, once a transfer under way has ended."""
+        if self.under_way():
+            unfinished.keep(self.who, self._remote, self._agent, self._handle)
+            return
         # One that NIXL keeps is in its list of leaked ones, released with the agent.
         with contextlib.suppress(Exception):
             self._handle.release()

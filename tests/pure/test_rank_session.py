@@ -1077,3 +1077,32 @@ def test_weights_that_are_released_are_refused_and_a_released_cache_is_not(engin
         each.discard("weights")
     full_sync(engine)
     check_running(engine, "v1")
+
+
+def test_nothing_begins_while_a_read_that_was_given_up_may_still_land(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_dirty(engine)
+    late = ["trainer rank 1"]
+    monkeypatch.setattr(live_weights.unfinished, "unfinished", lambda: list(late))
+    for outcome in engine.begin("s1"):
+        assert "transfers from trainer rank 1 were given up and are still under way" in str(outcome)
+    check_dirty(engine)
+    late.clear()
+    full_sync(engine, "s2", "v2")
+    check_running(engine, "v2")
+
+
+def test_a_rank_that_loses_the_others_is_gone(fragile: Engine) -> None:
+    assert good(fragile.begin("s1"))
+
+    def lost(opinion: bool) -> bool:
+        raise RuntimeError("Connection closed by peer\nwith more lines")
+
+    fragile.ranks[0].control.vote = lost  # type: ignore[method-assign]
+    (outcome,) = fragile.call("abort_sync", "s1", "x", ranks=[0])
+    assert isinstance(outcome, EngineStateError)
+    assert str(outcome) == (
+        "engine tp0: another rank of the engine is gone (Connection closed by peer)"
+    )
+    assert fragile.states[0] == "gone"
