@@ -15,6 +15,9 @@ import torch
 
 from sglang_rdt.errors import EngineBusyError, EngineStateError
 
+# On a batch in SGLang's queue whose result was taken out of turn.
+_TAKEN = "_sglang_rdt_taken"
+
 
 class SchedulerControl:
     """Drives one ``Scheduler`` (sglang.srt.managers.scheduler).
@@ -31,6 +34,7 @@ class SchedulerControl:
         self._who = who
         self._label_replies = label_replies
         self._version: str | None = None
+        self._skips_taken = False
 
     @property
     def model(self) -> torch.nn.Module:
@@ -189,12 +193,14 @@ class SchedulerControl:
             )
 
     def drain(self) -> None:
-        """Waits for forward passes under way: they still read the weights.
+        """Waits for forward passes under way, which still read the weights, and takes their tokens
+        in, which the old version made.
 
         For the scheduler's own streams, and the device as a whole only where it has none: after a
         sync UCX keeps the device busy for a while with work that touches no weight.
         Source: sglang/srt/managers/scheduler.py (forward_stream, schedule_stream, copy_stream).
         """
+        self._take_results()
         if self.device.type != "cuda":
             return
         streams = [v for v in vars(self.scheduler).values() if isinstance(v, torch.cuda.Stream)]
@@ -207,6 +213,32 @@ class SchedulerControl:
             torch.cuda.current_stream(self.device),
         ]:
             stream.synchronize()
+
+    def _take_results(self) -> None:
+        """Gives requests the tokens of the latest pass, before the version changes.
+
+        With the overlap schedule they wait in a queue for the next turn of the loop. A pause with
+        ``retract`` takes them; one in place leaves them there, and they would be labelled with the
+        version that follows. The loop still finds an entry for each pass, as it expects.
+        Source: sglang/srt/managers/scheduler.py (event_loop_overlap, pause_generation), the same
+        in this from 0.5.16 to 0.5.23.
+        """
+        queue = getattr(self.scheduler, "result_queue", None)
+        if not queue:
+            return
+        process = self.scheduler.process_batch_result
+        if not self._skips_taken:
+
+            def process_once(batch: Any, result: Any) -> Any:
+                return None if hasattr(batch, _TAKEN) else process(batch, result)
+
+            self.scheduler.process_batch_result = process_once
+            self._skips_taken = True
+        for batch, result in queue:
+            self.scheduler.process_batch_result(batch, result)
+            # The queue's own copy. SGLang looks into it for requests that need no more passes.
+            batch.reqs, batch.has_grammar = [], False
+            setattr(batch, _TAKEN, True)
 
     def synchronize(self) -> None:
         """Waits for what this thread has started (constants, copies, post-load processing).

@@ -122,11 +122,14 @@ def cluster() -> Iterator[None]:
         "test_transport",
         "test_direct",
         "test_verify",
+        "test_load",
+        "test_races",
+        "traffic",
         "steps",
     ):
         ray.cloudpickle.register_pickle_by_value(importlib.import_module(f"tests.e2e.{name}"))
     ray.init(
-        address="local",  # whatever else runs on this machine
+        address="local",  # never a cluster that somebody else runs on this machine
         num_cpus=16,
         num_gpus=GPUS,
         namespace=NAMESPACE,
