@@ -373,7 +373,7 @@ class RankSession:
         sync_id = self._request.sync_id if self._request else "?"
         # Bytes on any rank make the whole engine dirty: its ranks share one set of weights.
         clean = self._vote(not self._weights_are.torn and not broken)
-        cause = "after bytes had landed"
+        cause = "after bytes had landed" if self._bytes_landed else "after its session had ended"
         if clean:
             problem = self._attempt("ending the session", self._end_open_session)
             clean = self._vote(problem is None)

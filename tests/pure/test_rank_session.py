@@ -736,7 +736,7 @@ def test_ranks_agree_whatever_happens(events: list[str], odd: int, user_paused: 
                 assert good(engine.call("end_sync", sync_id, None))
                 current = None
             elif event == "abort" and current:
-                dirty = dirty or landed
+                dirty = dirty or landed or finalised
                 state = "dirty" if dirty else "current"
                 assert engine.call("abort_sync", sync_id, "x") == [state, state]
                 current, finalised = None, False
