@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from sglang_rdt.coordinator import trainers
+from sglang_rdt.engine.sync_request import Trainer
 from sglang_rdt.errors import RdtError, TrainerLostError
 
 T = TypeVar("T")
+
+_NOTICE_S = 3.0
 
 
 def coordinates() -> dict[str, int]:
@@ -42,6 +47,9 @@ class TrainerGroup:
         self._group = None
         self._timeout_s = timeout_s
         self._closed = False
+        # For messages: who the ranks are, once they have told one another, and what they are doing.
+        self.members: list[Trainer] = []
+        self.doing = "connect"
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -86,10 +94,31 @@ class TrainerGroup:
         except RuntimeError as error:
             if isinstance(error, RdtError):
                 raise
-            raise TrainerLostError(
-                f"trainer rank {self.rank} lost touch with the other {self.size - 1}: one of them "
-                f"died, or did not come within {self._timeout_s:g} s ({str(error).splitlines()[0]})"
-            ) from None
+            raise TrainerLostError(self._lost(error)) from None
+
+    def _lost(self, error: RuntimeError) -> str:
+        reason = str(error).splitlines()[0][:200]
+        start = f"trainer rank {self.rank}, in phase {self.doing!r}: "
+        dead = self._dead()
+        if dead:
+            return f"{start}{' and '.join(dead)} died ({reason})"
+        others = [r for r in range(self.size) if r != self.rank]
+        who = f"rank {others[0]}" if len(others) == 1 else f"one of the other {len(others)} ranks"
+        return f"{start}{who} died, or did not come within {self._timeout_s:g} s ({reason})"
+
+    def _dead(self) -> list[str]:
+        """Which ranks are, as far as Ray knows; it needs a moment to notice."""
+        deadline = time.monotonic() + _NOTICE_S
+        while self.members:
+            dead = [
+                f"trainer rank {rank} ({member.where})"
+                for rank, member in enumerate(self.members)
+                if rank != self.rank and not trainers.is_there(member)
+            ]
+            if dead or time.monotonic() > deadline:
+                return dead
+            time.sleep(0.1)
+        return []
 
     def together(self, run: Callable[[], T]) -> T:
         """Runs ``run`` on every rank. If it fails on any, every rank raises, and says which."""

@@ -24,7 +24,8 @@ from megatron_rdt.sender import RouteSender
 from megatron_rdt.sources.base import WeightSource
 from megatron_rdt.sources.holds import Holdings
 from sglang_rdt import settings as settings_module
-from sglang_rdt.coordinator import calls, discovery, trainers
+from sglang_rdt.coordinator import calls, discovery
+from sglang_rdt.coordinator import trainers as identities
 from sglang_rdt.coordinator.coordinator import Coordinator, compare_checksums
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.coordinator.failures import Failure
@@ -163,9 +164,13 @@ class WeightSync:
 
     def _connect(self) -> Plan | DirectPlan:
         started = time.perf_counter()
+        self._group.doing = "connect"
         self._disconnect()
         self._agree_on_settings()
         self._group.together(lambda: cluster.join(self.settings, self._namespace))
+        if self._trainer is None:
+            self._trainer = identities.introduce()
+            self._group.members = self._group.gather(self._trainer)
         self._specs = list(self._group.together(self._source.specs))
         self._holdings = self._find_holdings()
         me = TrainerRank(
@@ -315,8 +320,7 @@ class WeightSync:
         calls.gather(refs, self.settings.connect_timeout_s, "accept_memory")
 
     def _coordinate(self) -> Coordinator:
-        if self._trainer is None:
-            self._trainer = trainers.introduce()
+        assert self._trainer is not None
         self._coordinator = Coordinator(self._find_engines(), self.settings, self._trainer)
         return self._coordinator
 
@@ -379,6 +383,7 @@ class WeightSync:
             )
         started = time.perf_counter()
         timer = PhaseTimer()
+        self._group.doing = "final_params"
         with timer.phase("final_params"):
             self._group.together(self._make_final)
         if wait:
@@ -464,16 +469,21 @@ class WeightSync:
     def _sync(self, version: str, timer: PhaseTimer, started: float) -> SyncReport:
         assert self._mover is not None
         verify = self._verifies()
-        sync_id, failures = self._group.lead(lambda: self._lead_begin(version, timer, verify))
+        group = self._group
+        group.doing = "pause"
+        sync_id, failures = group.lead(lambda: self._lead_begin(version, timer, verify))
+        group.doing = "pause to finalise" if self._mover.begins else "gather, put and pull"
         moved = self._mover.move(sync_id, failures, timer, verify)
-        reports = self._group.gather((moved, timer.seconds))
+        reports = group.gather((moved, timer.seconds))
         failures = _merge(failures, *(m.failures for m, _ in reports))
-        failures = self._group.lead(
+        group.doing = "finalise and verify"
+        failures = group.lead(
             lambda: self._lead_finalise(sync_id, failures, [m for m, _ in reports], timer, verify)
         )
         if verify == "equal":
             failures = self._verify_equal(sync_id, failures, timer)
-        report = self._group.lead(
+        group.doing = "version"
+        report = group.lead(
             lambda: self._lead_commit(sync_id, version, failures, reports, timer, started, verify)
         )
         self._since_connect += 1
@@ -593,7 +603,7 @@ class WeightSync:
             if self._coordinator is not None:
                 self._coordinator.disconnect()
             if self._trainer is not None:
-                trainers.leave(self._trainer)
+                identities.leave(self._trainer)
             self._disconnect()
             self._group.close()
 

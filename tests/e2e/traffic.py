@@ -202,6 +202,20 @@ def finish_traffic(host: Any, stop: bool, timeout_s: float = 60.0) -> tuple[list
     return traffic.replies, traffic.errors
 
 
+def calm_down(host: Any) -> None:
+    """Ends what a test that failed may have left: requests, and a pause."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    traffic, manager = getattr(host, "traffic", None), host.engine.tokenizer_manager
+    if traffic is None:
+        return
+    traffic.stop.set()
+    if manager.is_pause and traffic.thread.is_alive():
+        action = manager.continue_generation(ContinueGenerationReqInput())
+        asyncio.run_coroutine_threadsafe(action, host.engine.loop).result(30)
+    traffic.thread.join(30)
+
+
 def on_host(served: ServedEngine, run: Callable[..., Any], *args: Any) -> Any:
     """``run(host, *args)`` in the process of the RayEngine."""
     import ray

@@ -14,7 +14,7 @@ import pytest
 from megatron_rdt import parallel
 from megatron_rdt.parallel import TrainerGroup
 from megatron_rdt.progress import Progress
-from sglang_rdt.errors import ExportError, PlanError, RdtError
+from sglang_rdt.errors import ExportError, PlanError, RdtError, TrainerLostError
 
 from .ranks import Group, together
 
@@ -199,3 +199,45 @@ def test_a_long_sync_draws_and_cleans_up(monkeypatch: pytest.MonkeyPatch) -> Non
         assert progress._bar.tasks[0].completed == 50
         assert progress._bar.tasks[0].total == 100
     assert not progress._bar.live.is_started
+
+
+def test_a_lost_rank_is_named_with_the_phase(
+    ranks: Callable[[Callable[[TrainerGroup], Any]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's table knows who is dead; gloo only says that somebody is."""
+    from sglang_rdt.engine.sync_request import Trainer
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Connection closed by peer\nand more")
+
+    monkeypatch.setattr(parallel.trainers, "is_there", lambda t: t.token != "t1")
+
+    def run(group: TrainerGroup) -> None:
+        group.members = [Trainer(f"t{r}", f"host:{r}") for r in range(SIZE)]
+        group.doing = "pull"
+        parallel.dist.all_gather_object = broken  # type: ignore[assignment]
+        group.gather(1)
+
+    outcomes = ranks(run)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], TrainerLostError)
+        assert str(outcomes[rank]) == (
+            f"trainer rank {rank}, in phase 'pull': trainer rank 1 (host:1) died "
+            "(Connection closed by peer)"
+        )
+
+
+def test_a_rank_that_only_is_late_is_not_called_dead(
+    ranks: Callable[[Callable[[TrainerGroup], Any]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+
+    monkeypatch.setattr(parallel, "_NOTICE_S", 0.1)
+
+    def run(group: TrainerGroup) -> None:
+        parallel.dist.all_gather_object = late  # type: ignore[assignment]
+        group.gather(1)
+
+    for outcome in ranks(run):
+        assert "one of the other 2 ranks died, or did not come within 5 s" in str(outcome)
