@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_rdt.brief import cut, one_line
 from sglang_rdt.errors import DeadlineError, RdtError
 
 
@@ -17,9 +19,36 @@ class CallFailures(RdtError):
         super().__init__(f"{phase} failed: {text}")
         self.phase, self.failures = phase, dict(failures)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # On its way to other ranks: what others raised may not be made for travelling.
+        build, (cls, args, state) = super().__reduce__()
+        failures = {who: _portable(error) for who, error in self.failures.items()}
+        return build, (cls, args, {**state, "failures": failures})
+
+
+def _portable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RdtError(short(error))
+    return error
+
+
+# Our own errors name many culprits; what others say is worth less.
+_MAX_OWN, _MAX_OTHER = 16_000, 2_000
+
 
 def short(error: BaseException) -> str:
     """One clear line for ``error``: the cause behind Ray's wrapper, without its traceback."""
+    try:
+        text = _text(error)
+    except Exception:  # what others define as an error may fail to say what it is
+        text = f"{type(error).__name__} (it has no readable message)"
+    limit = _MAX_OWN if isinstance(error, RdtError) else _MAX_OTHER
+    return cut(one_line(text[: 2 * limit]), limit) or type(error).__name__
+
+
+def _text(error: BaseException) -> str:
     import ray.exceptions as rx
 
     if isinstance(error, RdtError):
@@ -28,12 +57,18 @@ def short(error: BaseException) -> str:
         return str(cause) if cause is not None else str(error)
     if isinstance(error, rx.RayTaskError):
         cause = getattr(error, "cause", None)
-        return (
-            f"{type(cause).__name__}: {cause}" if cause is not None else str(error).splitlines()[-1]
-        )
+        if cause is not None:
+            return _named(cause)
+        lines = str(error).strip().splitlines()
+        return lines[-1] if lines else type(error).__name__
     if isinstance(error, rx.RayActorError):
         return "the actor is dead"
-    return f"{type(error).__name__}: {error}"
+    return _named(error)
+
+
+def _named(error: BaseException) -> str:
+    message = str(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def unwrap(error: BaseException) -> BaseException:
@@ -75,8 +110,11 @@ def settle(
     for who, ref in refs.items():
         try:
             results[who] = ray.get(ref, timeout=max(deadline - time.monotonic(), 0.001))
-        except ray.exceptions.GetTimeoutError:
-            failures[who] = DeadlineError(who, phase, timeout_s)
         except Exception as error:
-            failures[who] = unwrap(error)
+            # One that the actor raised itself is both: an answer, and no deadline of ours.
+            late = isinstance(error, ray.exceptions.GetTimeoutError)
+            if late and not isinstance(error, ray.exceptions.RayTaskError):
+                failures[who] = DeadlineError(who, phase, timeout_s)
+            else:
+                failures[who] = unwrap(error)
     return results, failures

@@ -8,10 +8,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_rdt.brief import brief, cut, one_line
 from sglang_rdt.coordinator import calls
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.engine import names
 from sglang_rdt.errors import AmbiguousEngineError, EngineNotFoundError, NotRayBackendError
+from sglang_rdt.plan.forms import check_identity
 from sglang_rdt.plan.specs import EngineRank
 
 _DESCRIBE_TIMEOUT_S = 30.0
@@ -49,7 +51,7 @@ def resolve_host(host: str) -> set[str]:
         return {ray.util.get_node_ip_address(), host}
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(host, None)} | {host}
-    except socket.gaierror:
+    except (OSError, ValueError):  # ValueError: no name that DNS could have
         return {host}
 
 
@@ -79,12 +81,8 @@ def find_engines(
         released = [name for name, parsed in ours if parsed.port is None]
         raise EngineNotFoundError(
             f"no engine found in Ray namespace {space!r}."
-            + (
-                f" Scheduler actors without this package: {', '.join(released[:4])}."
-                if released
-                else ""
-            )
-            + (f" In other namespaces: {', '.join(elsewhere[:4])}." if elsewhere else "")
+            + (f" Scheduler actors without this package: {_some(released)}." if released else "")
+            + (f" In other namespaces: {_some(elsewhere)}." if elsewhere else "")
             + " Start SGLang with RayEngine or --use-ray, with sglang-rdt installed, in this cluster"
             " and namespace."
         )
@@ -94,6 +92,11 @@ def find_engines(
             handles[name] = ray.get_actor(name, namespace=space)
         except ValueError:
             continue  # died since it was listed; a missing rank is reported below
+    strangers = [name for name, handle in handles.items() if not hasattr(handle, "rdt_identity")]
+    if strangers:
+        raise EngineNotFoundError(
+            f"actors that are named like engine ranks are none of this package: {_some(strangers)}"
+        )
     identities, failures = calls.settle(
         {name: handle.rdt_identity.remote() for name, handle in handles.items()},
         timeout_s,
@@ -118,15 +121,15 @@ def _select(
         try:
             host, port = names.split_address(address)
         except ValueError as error:
-            raise EngineNotFoundError(f"engine address {address!r}: {error}") from None
+            raise EngineNotFoundError(f"engine address: {error}") from None
         hosts = resolve_host(host)
         matching = [(n, p) for n, p in stable if p.node in hosts and p.port == port]
         if not matching:
             there = sorted({names.engine_id(p.node, p.port or 0) for _, p in stable})
             raise EngineNotFoundError(
-                f"no engine at {address} in Ray namespace {namespace!r}; "
-                + (f"there are: {', '.join(there)}" if there else "there is none at all")
-                + (f"; in other namespaces: {', '.join(elsewhere[:4])}" if elsewhere else "")
+                f"no engine at {one_line(address)} in Ray namespace {namespace!r}; "
+                + (f"there are: {_some(there, 40)}" if there else "there is none at all")
+                + (f"; in other namespaces: {_some(elsewhere)}" if elsewhere else "")
                 + ". An engine without the Ray back end has no actors and cannot be synced."
             )
         wanted += matching
@@ -136,18 +139,59 @@ def _select(
 def _group(found: list[tuple[EngineRank, Any]]) -> list[Engine]:
     groups: dict[tuple[str, str], list[tuple[EngineRank, Any]]] = defaultdict(list)
     for identity, handle in found:
+        why = check_identity(identity)
+        if why:
+            raise EngineNotFoundError(f"an engine rank describes itself wrongly: {why}")
         groups[identity.engine, identity.instance].append((identity, handle))
-    engines = []
+    engines: list[Engine] = []
     for (name, _), members in sorted(groups.items()):
         members.sort(key=lambda m: (m[0].rank.dp, m[0].rank.pp, m[0].rank.tp))
-        expected = members[0][0].world_size
-        if len(members) != expected:
-            have = ", ".join(str(m[0].rank) for m in members)
-            raise EngineNotFoundError(
-                f"engine {name} has {expected} ranks, but only {len(members)} answer: {have}"
+        _check_members(name, [m[0] for m in members])
+        if engines and engines[-1].name == name:
+            raise AmbiguousEngineError(
+                f"two engines are called {name}: one was started before the other has ended"
             )
         engines.append(Engine(tuple(m[0] for m in members), tuple(m[1] for m in members)))
     return engines
+
+
+def _check_members(name: str, ranks: Sequence[EngineRank]) -> None:
+    """Raises EngineNotFoundError unless ``ranks`` (sorted) are one whole engine."""
+    have = _some([str(r.rank) for r in ranks], 40)
+    first = ranks[0]
+    for one in ranks:
+        for what in ("dp_size", "pp_size", "tp_size", "dp_attention", "package_version"):
+            here, there = getattr(one, what), getattr(first, what)
+            if here != there:
+                raise EngineNotFoundError(
+                    f"engine {name}: its ranks contradict: {first.rank} has {what} "
+                    f"{brief(there)}, {one.rank} has {brief(here)}"
+                )
+    if len(ranks) < first.world_size:
+        raise EngineNotFoundError(
+            f"engine {name} has {first.world_size} ranks, but only {len(ranks)} answer: {have}"
+        )
+    if len(ranks) > first.world_size or len({r.rank for r in ranks}) < len(ranks):
+        raise EngineNotFoundError(
+            f"engine {name} has {first.world_size} ranks, but {len(ranks)} answer, or one answers "
+            f"twice: {have}"
+        )
+    for one in ranks:
+        place = one.rank
+        # With DP attention the data-parallel ranks are among the tensor-parallel ones.
+        fits = place.pp < one.pp_size and place.tp < one.tp_size and place.dp < one.dp_size
+        if not fits:
+            raise EngineNotFoundError(
+                f"engine {name}: {place} is outside of dp {one.dp_size}, pp {one.pp_size}, "
+                f"tp {one.tp_size}"
+            )
+
+
+def _some(names_: Sequence[str], count: int = 4) -> str:
+    """The first few, each in one line of bounded length."""
+    more = len(names_) - count
+    listed = ", ".join(cut(one_line(n), 200) for n in names_[:count])
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def engine_at(address: str | None = None, *, namespace: str | None = None) -> Engine:
@@ -228,7 +272,7 @@ def resolve_actor(name: str, *, namespace: str | None = None) -> Any:
         return matches[0]
     raise EngineNotFoundError(
         f"no scheduler actor {name!r} in Ray namespace {space!r}; there are: "
-        + (", ".join(sorted(n for n, _ in ours)) or "none")
+        + (_some(sorted(n for n, _ in ours), 40) or "none")
     )
 
 

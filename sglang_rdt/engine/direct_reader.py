@@ -24,6 +24,7 @@ from sglang_rdt.plan.runs import Runs, Unpack, UnpackRound, direct_runs, unpack_
 from sglang_rdt.plan.specs import ITEMSIZE
 from sglang_rdt.plan.transfers import Transfer
 from sglang_rdt.transport import nixl
+from sglang_rdt.transport.memory import checked
 from sglang_rdt.transport.reads import PreparedRead, Rows
 from sglang_rdt.transport.scratch import Scratch
 
@@ -69,7 +70,7 @@ class DirectReader:
         self._transfers = [t for t in transfers if t.how != "pack"]
         self._scratch_bytes = scratch_bytes
         self._memory = {
-            source: nixl.memory_of(sources[source], timeout_s)
+            source: checked(nixl.memory_of(sources[source], timeout_s), f"trainer rank {source}")
             for source in sorted({t.source for t in self._transfers})
         }
         self.nbytes = sum(t.nbytes for t in self._transfers)
@@ -223,7 +224,8 @@ class DirectReader:
     ) -> None:
         sizes = np.array(memory.sizes, dtype=np.int64)
         inside = (block >= 0) & (block < len(sizes)) & (block_at >= 0) & (nbytes > 0)
-        inside &= block_at + nbytes <= sizes[np.where(inside, block, 0)]
+        if inside.any():  # with no blocks at all there is nothing to look up
+            inside &= block_at + nbytes <= sizes[np.where(inside, block, 0)]
         if not inside.all():
             at = int(np.flatnonzero(~inside)[0])
             raise SlicesError(

@@ -14,7 +14,12 @@ from sglang_rdt.plan import slices
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import ParamSpec, Recording, TensorSpec
-from sglang_rdt.plan.transfers import Transfer, check_target_transfers, wanted_elements
+from sglang_rdt.plan.transfers import (
+    Transfer,
+    check_target_transfers,
+    check_targets,
+    wanted_elements,
+)
 from sglang_rdt.sums import Part, Sums
 from sglang_rdt.transport import nixl
 from sglang_rdt.transport.scratch import Scratch
@@ -173,22 +178,13 @@ class LiveWeights:
         return torch.as_strided(tensor, s.shape, s.stride, tensor.storage_offset() + s.offset)
 
     def resolve(self, names_or_slices: Sequence[str | Target]) -> list[torch.Tensor]:
-        """Live views for whole parameters (names) and slices of them."""
-        views = []
-        for item in names_or_slices:
-            if isinstance(item, str):
-                spec = self.specs.get(item)
-                if spec is None:
-                    raise SlicesError(f"{self._who} has no parameter {item!r}")
-                views.append(self.view(item, Slice(0, spec.shape, spec.stride)))
-            else:
-                view = self.view(item.param, item.dst)
-                if item.dtype != self.specs[item.param].dtype:
-                    raise SlicesError(
-                        f"{self._who}: {item.param} is {self.specs[item.param].dtype}, not {item.dtype}"
-                    )
-                views.append(view)
-        return views
+        """Live views for whole parameters (names) and slices of them.
+
+        Raises:
+            SlicesError: see :func:`sglang_rdt.plan.transfers.check_targets`.
+        """
+        places = check_targets(self.specs, names_or_slices, self._who)
+        return [self.view(name, s) for name, s in places]
 
     def pull(self, ref: Any, names_or_slices: Sequence[str | Target], timeout_s: float) -> int:
         """Pulls into the live parameters; returns bytes.

@@ -23,6 +23,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from sglang_rdt.brief import brief, cut, one_line
 from sglang_rdt.engine import loop_inbox
 from sglang_rdt.errors import DeadlineError, EngineStateError
 
@@ -35,6 +36,16 @@ Vote = Callable[[bool], bool]
 
 # How long a rank's loop waits for its own call after the broadcast told it of one.
 ARRIVAL_TIMEOUT_S = 10.0
+
+
+# For a sync that comes with no usable stall timeout.
+DEFAULT_STALL_S = 300.0
+# What settings allow, too.
+_MAX_WAIT_S = 1e9
+
+
+def _is_time(seconds: Any) -> bool:
+    return type(seconds) in (int, float) and 0 < seconds <= _MAX_WAIT_S
 
 
 @dataclass
@@ -85,13 +96,19 @@ class LoopGate:
         """Runs ``run`` on the event loop, with the other ranks' calls of the same id.
 
         Raises:
+            EngineStateError: no id, or no time, that can be; nothing was begun.
             DeadlineError: the event loop did not get to it in time; it never will.
             EngineStateError: another rank's call did not arrive, so none ran.
         """
+        if not isinstance(call_id, str) or not call_id:
+            raise EngineStateError(f"{self._who}: {brief(call_id)} is no name of a sync")
+        self._check_time(timeout_s)
         call = _Call(run)
         with self._lock:
             if call_id in self._calls:
-                raise EngineStateError(f"{self._who}: call {call_id} is under way already")
+                raise EngineStateError(
+                    f"{self._who}: call {cut(one_line(call_id), 200)} is under way already"
+                )
             self._calls[call_id] = call
             self._lock.notify_all()
         if self._entry:
@@ -102,15 +119,22 @@ class LoopGate:
         """Runs ``run`` on the parked event loop.
 
         Raises:
-            EngineStateError: the loop is not parked: there is no sync under way.
+            EngineStateError: the loop is not parked: there is no sync under way; or no time that
+                can be.
             DeadlineError: not done in time (an earlier command may still be running).
         """
+        self._check_time(timeout_s)
         call = _Call(run)
         with self._lock:
             if not self._parked:
                 raise EngineStateError(f"{self._who} is not in a weight sync; begin_sync first")
             self._commands.put(call)
         return self._wait(call, "command", timeout_s)
+
+    def _check_time(self, timeout_s: Any) -> None:
+        # Before anybody hears of the call: a wait that raises would leave it behind.
+        if not _is_time(timeout_s):
+            raise EngineStateError(f"{self._who}: {brief(timeout_s)} is no number of seconds")
 
     def _wait(self, call: _Call, phase: str, timeout_s: float, settle: bool = False) -> Any:
         try:
@@ -130,12 +154,14 @@ class LoopGate:
     def handle(self, loop_call: loop_inbox.LoopCall) -> None:
         """Runs what was left under the call's id; SGLang's request dispatcher calls it."""
         deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+        call_id = loop_call.call_id
         with self._lock:
-            while loop_call.call_id not in self._calls:
+            # What is no text is nobody's id, and might not even be one to look up.
+            while isinstance(call_id, str) and call_id not in self._calls:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._lock.wait(left):
                     break
-            call = self._calls.pop(loop_call.call_id, None)
+            call = self._calls.pop(call_id, None) if isinstance(call_id, str) else None
             ready = call is not None and not call.cancelled
             if call is not None:
                 call.claimed = ready
@@ -158,6 +184,9 @@ class LoopGate:
             False if no command came for ``stall_timeout_s``: whoever drives the sync is gone.
         """
         released = True
+        if not _is_time(stall_timeout_s):  # the event loop must not die of it
+            logger.error("%s: %s is no stall timeout", self._who, brief(stall_timeout_s))
+            stall_timeout_s = DEFAULT_STALL_S
         while not self._release:
             try:
                 call = self._commands.get(timeout=stall_timeout_s)

@@ -11,16 +11,24 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
+from sglang_rdt.brief import brief
 from sglang_rdt.plan.specs import RankId
 
+# As they are written: of other digits, or of more, the number would not be the name again.
+_N = "(?:0|[1-9][0-9]{0,8})"
 _STABLE = re.compile(
-    r"sglang_scheduler_node(?P<node>.+?)_port(?P<port>\d+)_dp(?P<dp>\d+)_pp(?P<pp>\d+)_tp(?P<tp>\d+)"
+    rf"sglang_scheduler_node(?P<node>.+?)_port(?P<port>{_N})"
+    rf"_dp(?P<dp>{_N})_pp(?P<pp>{_N})_tp(?P<tp>{_N})"
 )
 # SGLang 0.5.16 to 0.5.23; dp is "None" nowhere in them, but was missing before #22917.
 _RELEASED = re.compile(
-    r"sglang_scheduler_node(?P<node>.+?)(?:_dp(?P<dp>\d+))?_pp(?P<pp>\d+)_tp(?P<tp>\d+)"
-    r"_pg(?P<pg>[0-9a-f]{8})_bundle(?P<bundle>\d+)"
+    rf"sglang_scheduler_node(?P<node>.+?)(?:_dp(?P<dp>{_N}))?_pp(?P<pp>{_N})_tp(?P<tp>{_N})"
+    rf"_pg(?P<pg>[0-9a-f]{{8}})_bundle(?P<bundle>{_N})"
 )
+
+
+MAX_PORT = 65535
+MAX_ADDRESS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ def actor_name(node_ip: str, port: int, *, dp: int = 0, pp: int = 0, tp: int = 0
 def parse(name: str) -> ActorName | None:
     """The parts of a scheduler actor's name, stable or released form; None for other actors."""
     match = _STABLE.fullmatch(name)
-    if match:
+    if match and int(match["port"]) <= MAX_PORT:
         rank = RankId(int(match["dp"]), int(match["pp"]), int(match["tp"]))
         return ActorName(match["node"], rank, port=int(match["port"]))
     match = _RELEASED.fullmatch(name)
@@ -66,13 +74,15 @@ def split_address(address: str) -> tuple[str, int]:
     """``host:port``, ``[v6]:port`` or ``http://host:port[/...]`` -> (host, port).
 
     Raises:
-        ValueError: no port in it.
+        ValueError: no host in it, or no port that can be.
     """
-    rest = re.sub(r"^[a-z]+://", "", address.strip()).split("/", 1)[0]
-    host, _, port = rest.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"expected host:port, got {address!r}")
-    return host.strip("[]"), int(port)
+    if isinstance(address, str) and len(address) <= MAX_ADDRESS:
+        rest = re.sub(r"^[a-z]+://", "", address.strip()).split("/", 1)[0]
+        host, _, port = rest.rpartition(":")
+        host = host.strip("[]")
+        if host and re.fullmatch("[0-9]{1,5}", port) and int(port) <= MAX_PORT:
+            return host, int(port)
+    raise ValueError(f"expected host:port, got {brief(address, 200)}")
 
 
 def is_wildcard_or_loopback(host: str) -> bool:

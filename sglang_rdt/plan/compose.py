@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_rdt.brief import brief, cut, one_line
 from sglang_rdt.errors import SlicesError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.boxes import Part, align, first_overlap, minus
+from sglang_rdt.plan.forms import MAX_BYTES, why_no_slice
 from sglang_rdt.plan.slices import Box, Slice
 from sglang_rdt.plan.specs import ITEMSIZE, Hold, ParamSpec, TensorSpec, TrainerRank, Want
 from sglang_rdt.plan.strided import Ints, padded
-from sglang_rdt.plan.transfers import MAX_BYTES
 
 # Above this many boxes numpy finds the ones that overlap faster than a loop does.
 _MANY = 16
@@ -176,9 +177,11 @@ class Composer:
     ) -> list[tuple[int, int, int]]:
         """``(box, offset, layout)`` of each part of a hold; none, and a problem, if it is bad."""
         name, hf, local = hold.source, hold.hf, hold.local
-        spec = self._specs.get(name)
+        spec = self._specs.get(name) if type(name) is str else None
         if spec is None:
-            return self._refuse(f"{trainer} holds {name}, which the trainer does not yield")
+            return self._refuse(f"{trainer} holds {_text(name)}, which the trainer does not yield")
+        if type(hf) is not Slice or type(local) is not Slice or type(hold.dtype) is not str:
+            return self._refuse(f"{trainer} holds {name} as {brief(hf)} in {brief(local)}")
         known = self._dtype.get(name)
         if known is None or known[0] != hold.dtype:
             problem = self._check_dtype(trainer, hold, spec)
@@ -186,19 +189,29 @@ class Composer:
                 return self._refuse(problem)
         # Everything that does not depend on where the slice lies in its block.
         key = (hf.offset, hf.shape, hf.stride, local.shape, local.stride, spec.shape)
-        aligned = self._aligned.get(key)
+        try:
+            aligned = self._aligned.get(key)
+        except TypeError:  # a list where a tuple should be
+            return self._refuse(
+                f"{trainer} holds {name}: {why_no_slice(hf) or why_no_slice(local)}"
+            )
         if aligned is None:
             aligned = self._aligned[key] = self._align(hold, spec)
         if isinstance(aligned, str):
             return self._refuse(f"{trainer} holds {name}: {aligned}")
         parts, span = aligned
-        if not 0 <= hold.block < len(sizes):
-            return self._refuse(f"{trainer} holds {name} in block {hold.block} of {len(sizes)}")
+        if type(hold.block) is not int or not 0 <= hold.block < len(sizes):
+            return self._refuse(
+                f"{trainer} holds {name} in block {brief(hold.block)} of {len(sizes)}"
+            )
         offset = local.offset
-        if not 0 <= offset <= sizes[hold.block] // ITEMSIZE[hold.dtype] - span:
+        if (
+            type(offset) is not int
+            or not 0 <= offset <= sizes[hold.block] // ITEMSIZE[hold.dtype] - span
+        ):
             return self._refuse(
                 f"{trainer} holds {name} outside of block {trainer.blocks[hold.block].name}: "
-                f"{local} of {hold.dtype}, the block has {sizes[hold.block]} bytes"
+                f"{brief(local, 200)} of {hold.dtype}, the block has {sizes[hold.block]} bytes"
             )
         return [(box, offset + relative, layout) for box, relative, layout in parts]
 
@@ -209,7 +222,7 @@ class Composer:
     def _check_dtype(self, trainer: TrainerRank, hold: Hold, spec: TensorSpec) -> str | None:
         name, dtype = hold.source, hold.dtype
         if dtype not in ITEMSIZE:
-            return f"{trainer} holds {name} as {dtype}, which is no known dtype"
+            return f"{trainer} holds {name} as {_text(dtype)}, which is no known dtype"
         if name in self._dtype:
             first, holder = self._dtype[name]
             return f"{trainer} holds {name} as {dtype}, {holder} as {first}"
@@ -224,6 +237,9 @@ class Composer:
 
     def _align(self, hold: Hold, spec: TensorSpec) -> tuple[list[tuple[int, int, int]], int] | str:
         local = Slice(0, hold.local.shape, hold.local.stride)
+        why = why_no_slice(hold.hf) or why_no_slice(local)
+        if why:
+            return why
         try:
             parts = align(hold.hf, local, spec.shape, "hold")
         except SlicesError as error:
@@ -360,3 +376,7 @@ class Composer:
             (a - b) * t for a, b, t in zip(common.start, part.box.start, part.stride, strict=True)
         )
         return place, sub, offset
+
+
+def _text(value: object) -> str:
+    return cut(one_line(value), 200) if isinstance(value, str) else brief(value)

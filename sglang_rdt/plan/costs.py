@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_rdt.brief import brief
 from sglang_rdt.errors import SettingError
+from sglang_rdt.plan.forms import MAX_BYTES
+
+# Speeds and times that can be; products of two of them are numbers still.
+LEAST, MOST = 1e-15, 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +43,20 @@ class LinkCosts:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value <= 0:
+            if not number or not 0 < value < math.inf:
                 raise SettingError(
-                    f"link cost {field.name}", str(value), "must be a finite number above 0"
+                    f"link cost {field.name}", brief(value), "must be a finite number above 0"
+                )
+            if not LEAST <= value <= MOST:
+                raise SettingError(
+                    f"link cost {field.name}", brief(value), f"must be from {LEAST:g} to {MOST:g}"
                 )
 
     @property
     def descriptor_bytes(self) -> int:
         """Bytes that the link moves in the time of one descriptor: smaller runs are not worth
         having."""
-        return max(int(self.link_bytes_per_s * self.descriptor_s), 1)
+        return min(max(int(self.link_bytes_per_s * self.descriptor_s), 1), MAX_BYTES)
 
     def save(self, path: str | Path) -> None:
         """Writes a JSON object to ``path``.
@@ -68,12 +77,14 @@ class LinkCosts:
         name = f"link costs in {path}"
         try:
             data: Any = json.loads(Path(path).read_text())
-        except ValueError as error:  # also of bytes that are no UTF-8
+        except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8
             raise SettingError(name, "...", f"is no JSON: {error}") from None
         if not isinstance(data, dict):
             raise SettingError(name, type(data).__name__, "must be a JSON object")
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = sorted(set(data) - set(known))
         if unknown:
-            raise SettingError(name, ", ".join(unknown), f"unknown; there are {', '.join(known)}")
+            raise SettingError(
+                name, brief(", ".join(unknown), 200), f"unknown; there are {', '.join(known)}"
+            )
         return cls(**data)

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sglang_rdt.errors import SlicesError
 from sglang_rdt.plan import slices
+from sglang_rdt.plan.forms import MAX_BYTES
 from sglang_rdt.plan.slices import Box, Slice
 from sglang_rdt.plan.specs import (
+    ITEMSIZE,
     LOSSLESS,
     EngineRankLayout,
     ParamSpec,
@@ -45,11 +51,37 @@ def union_of_specs(
     return union, problems
 
 
-def _elements(s: Slice) -> list[int]:
-    offsets = [s.offset]
-    for size, stride in zip(s.shape, s.stride, strict=True):
-        offsets = [o + i * stride for o in offsets for i in range(size)]
-    return offsets
+def check_sizes(layout: EngineRankLayout, specs: Mapping[str, TensorSpec]) -> list[str]:
+    """What the loader writes, and from where, has sizes and dtypes that memory can have."""
+    wanted = {w.param for w in layout.recording.wants}
+    sources = {w.source for w in layout.recording.wants}
+    written = [p for p in layout.params if p.name in wanted]
+    all_of: list[ParamSpec | TensorSpec] = [*written]
+    all_of += [spec for name, spec in specs.items() if name in sources]
+    problems = [
+        f"{layout.rank}: {one.name} {one.dtype}{list(one.shape)} is no tensor of any memory"
+        for one in all_of
+        if one.dtype not in ITEMSIZE or one.nbytes > MAX_BYTES
+    ]
+    if not problems and sum(p.nbytes for p in written) > MAX_BYTES:
+        problems.append(f"{layout.rank}: its parameters are larger than any memory")
+    problems += [
+        f"{layout.rank}: {p.name}: elements of it share memory, so it cannot be written"
+        for p in written
+        if p.numel > p.extent
+    ]
+    return problems
+
+
+def _view(marks: NDArray[Any], s: Slice) -> NDArray[Any]:
+    """The marks of a slice's elements; expanded dimensions (stride 0) once."""
+    shape = tuple(1 if t == 0 else n for n, t in zip(s.shape, s.stride, strict=True))
+    if not s.numel:
+        return marks[:0]
+    if s.offset < 0 or s.last >= marks.size:
+        raise SlicesError(f"{s} leaves {marks.size} elements")  # it would be others' memory
+    stride = tuple(t * marks.itemsize for t in s.stride)
+    return np.lib.stride_tricks.as_strided(marks[s.offset :], shape, stride)
 
 
 def _exactly_once(param: ParamSpec, parts: Sequence[tuple[Slice, str]], who: str) -> list[str]:
@@ -83,27 +115,43 @@ def _exactly_once(param: ParamSpec, parts: Sequence[tuple[Slice, str]], who: str
 def _exactly_once_brute(
     param: ParamSpec, parts: Sequence[tuple[Slice, str]], who: str
 ) -> list[str]:
-    if param.numel > MAX_BRUTE_FORCE:
+    if param.extent > MAX_BRUTE_FORCE:
         return [
             f"{who}: {param.name}: a loader slice is no rectangle of the parameter; cannot check its coverage"
         ]
-    seen: dict[int, str] = {}
-    for s, label in parts:
-        for element in _elements(s):
-            if element in seen:
-                return [
-                    f"{who}: {param.name}: element {element} comes from {seen[element]} and from {label}"
-                ]
-            seen[element] = label
-    own = set(_elements(Slice(0, param.shape, param.stride)))
+    # Which part (from 1) writes each element. A part is never larger than the parameter, so that
+    # no view of the marks is.
+    marks = np.zeros(param.extent, np.int32)
+    own = _view(marks, Slice(0, param.shape, param.stride))
+    for number, (s, label) in enumerate(parts, 1):
+        view = _view(marks, s)
+        if s.numel > param.numel or view.size != s.numel:
+            return [
+                f"{who}: {param.name}: {label} is written to {s}, in which elements repeat "
+                f"(it has {param.numel})"
+            ]
+        if view.any():
+            element = _first_written(s, view)
+            earlier = parts[int(marks[element]) - 1][1]
+            return [f"{who}: {param.name}: element {element} comes from {earlier} and from {label}"]
+        view[...] = number
+        if int((marks == number).sum()) != s.numel:
+            return [f"{who}: {param.name}: {label} is written to {s}, in which elements repeat"]
     problems = []
-    if own - seen.keys():
+    missing = own.size - int(np.count_nonzero(own))
+    if missing:
         problems.append(
-            f"{who}: {param.name}: {len(own - seen.keys())} of {param.numel} elements are covered by nothing"
+            f"{who}: {param.name}: {missing} of {param.numel} elements are covered by nothing"
         )
-    if seen.keys() - own:
+    own[...] = 0
+    if marks.any():
         problems.append(f"{who}: {param.name}: elements outside of the parameter are written")
     return problems
+
+
+def _first_written(s: Slice, view: NDArray[Any]) -> int:
+    index = np.unravel_index(int(np.flatnonzero(view)[0]), view.shape)
+    return s.offset + sum(int(i) * t for i, t in zip(index, s.stride, strict=True))
 
 
 def check_rank(
@@ -216,14 +264,26 @@ def check_engine(layouts: Sequence[EngineRankLayout], specs: Mapping[str, Tensor
             )
             continue
         stride = slices.contiguous_stride(spec.shape)
-        boxes = [slices.to_box(s, spec.shape, stride) for s in dict.fromkeys(used[name])]
+        # What leaves the tensor is named by :func:`check_rank`; here it is no use of any element.
+        here = [s for s in dict.fromkeys(used[name]) if not s.numel or s.last < spec.numel]
+        boxes = [slices.to_box(s, spec.shape, stride) for s in here if s.numel]
         if any(b is None for b in boxes):
             if spec.numel > MAX_BRUTE_FORCE:
                 problems.append(
                     f"{engine}: a slice of HF tensor {name} is no rectangle; cannot check its use"
                 )
                 continue
-            covered = len({e for s in used[name] for e in _elements(s)})
+            marks = np.zeros(spec.numel, np.bool_)
+            repeating = [s for s in here if _view(marks, s).size > spec.numel]
+            if repeating:
+                problems.append(
+                    f"{engine}: {repeating[0]} of HF tensor {name} repeats elements; cannot check "
+                    "its use"
+                )
+                continue
+            for s in here:
+                _view(marks, s)[...] = True
+            covered = int(np.count_nonzero(marks))
         else:
             covered = slices.union_volume([b for b in boxes if b is not None])
         if covered != spec.numel:

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_rdt.errors import PlanError
-from sglang_rdt.plan import coverage, staging
+from sglang_rdt.plan import coverage, forms, staging
 from sglang_rdt.plan.buckets import pack
 from sglang_rdt.plan.compose import Composer, Holders, Template
 from sglang_rdt.plan.costs import LinkCosts
-from sglang_rdt.plan.planner import MAX_ROUNDS, Route
+from sglang_rdt.plan.planner import Route, refuse, refuse_rounds
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import (
     ITEMSIZE,
@@ -33,7 +32,6 @@ from sglang_rdt.plan.spread import Pieces, Share, spread
 from sglang_rdt.plan.strided import Ints
 from sglang_rdt.plan.transfers import (
     HOWS,
-    MAX_BYTES,
     MAX_MARKED,
     How,
     Transfer,
@@ -140,17 +138,12 @@ class DirectPlan:
             wants = [Want(t.param, t.dst, f"{t.block}/{t.src_dtype}", t.src) for t in parts]
             order = list(dict.fromkeys(w.source for w in wants))
             params = {p.name: p for p in self._templates[self._template_of[target]].params}
+            rank = self.targets[target]
+            refuse_rounds(rank, sum(t.nbytes for t in parts) // bucket_bytes, bucket_bytes)
             rounds = pack(wants, order, params, bucket_bytes)
-            if len(rounds) > MAX_ROUNDS:
-                raise PlanError(
-                    "the staging bucket is too small",
-                    [
-                        f"{self.targets[target]}: {len(rounds)} rounds of {bucket_bytes} bytes, "
-                        f"more than {MAX_ROUNDS}; raise SGLANG_RDT_BUCKET_BYTES"
-                    ],
-                )
+            refuse_rounds(rank, len(rounds), bucket_bytes)
             if rounds:
-                routes.append(Route(source, self.targets[target], rounds))
+                routes.append(Route(source, rank, rounds))
         return tuple(routes)
 
     def _parts_from(self, source: int, how: int | None = None) -> list[tuple[int, list[Transfer]]]:
@@ -284,10 +277,11 @@ def _plan(
     allow_cast: bool,
     allow_padding: bool,
 ) -> DirectPlan:
-    problems = _check_numbers(trainers)
-    specs, more = _union(trainers)
-    problems += more
+    problems = forms.check_trainers(trainers) + forms.check_layouts(layouts)
+    refuse(problems)
     distinct, template_of = _distinct(layouts)
+    refuse([line for layout in distinct for line in forms.check_layout(layout)])
+    specs, problems = coverage.union_of_specs(e for _, e in forms.distinct_exports(trainers))
     like = np.bincount(np.array(template_of, np.int64), minlength=len(distinct)).tolist()
     composer = Composer(trainers, specs, allow_cast)
     problems += composer.problems
@@ -309,8 +303,7 @@ def _plan(
         problems += [f"{line}{same}" for line in found]
         casts += happening
     problems += _check_engines(layouts, template_of, distinct, specs)
-    if problems:
-        raise PlanError("trainer and engines do not fit together", list(dict.fromkeys(problems)))
+    refuse(problems)
     return _assemble(
         trainers, layouts, specs, casts, composer.holders, templates, template_of, costs
     )
@@ -398,27 +391,6 @@ def _assemble(
 # Proofs, once per distinct thing.
 
 
-def _check_numbers(trainers: Sequence[TrainerRank]) -> list[str]:
-    seen: dict[int, TrainerRank] = {}
-    return [
-        f"{t} and {seen[t.rank]} have the same number"
-        for t in trainers
-        if seen.setdefault(t.rank, t) is not t
-    ]
-
-
-def _union(trainers: Sequence[TrainerRank]) -> tuple[dict[str, TensorSpec], list[str]]:
-    """All HF tensors. The ranks of a pipeline stage yield the same ones: looked at once."""
-    distinct: list[tuple[TensorSpec, ...]] = []
-    known: set[int] = set()
-    for trainer in trainers:
-        exports = trainer.exports
-        if id(exports) not in known and exports not in distinct:
-            distinct.append(exports)
-        known.add(id(exports))
-    return coverage.union_of_specs(distinct)
-
-
 _FLAT = attrgetter(
     "param",
     "dst.offset",
@@ -439,16 +411,20 @@ def _distinct(layouts: Sequence[EngineRankLayout]) -> tuple[list[EngineRankLayou
     seen: dict[Any, list[tuple[list[Any], int]]] = defaultdict(list)
     numbers = []
     for layout in layouts:
-        wants = tuple(map(_FLAT, layout.recording.wants))
-        # Addresses differ from process to process; what counts is who shares memory with whom.
-        order: dict[int, int] = {}
-        params = [
-            (order.setdefault(p.storage, len(order)), p.offset, p.buffer, *_PARAM(p))
-            for p in layout.params
-        ]
-        flat = [wants, layout.recording.constants, layout.recording.padding, params]
-        bucket = seen[hash(wants)]
-        number = next((n for known, n in bucket if known == flat), None)
+        try:
+            wants = tuple(map(_FLAT, layout.recording.wants))
+            # Addresses differ from process to process; what counts is who shares memory with whom.
+            order: dict[int, int] = {}
+            params = [
+                (order.setdefault(p.storage, len(order)), p.offset, p.buffer, *_PARAM(p))
+                for p in layout.params
+            ]
+            flat = [wants, layout.recording.constants, layout.recording.padding, params]
+            bucket = seen[hash(wants)]
+            number = next((n for known, n in bucket if known == flat), None)
+        except (AttributeError, TypeError, ValueError):
+            # No recording at all: like no other, and refused when it is looked at.
+            flat, bucket, number = [], [], None
         if number is None:
             number = len(distinct)
             distinct.append(layout)
@@ -480,18 +456,13 @@ def _check_engines(
 
 def _check_memory(layout: EngineRankLayout, specs: dict[str, TensorSpec]) -> list[str]:
     """Sizes and dtypes that memory can have; no memory written through two different views."""
+    problems = coverage.check_sizes(layout, specs)
+    if problems:
+        return problems
     wanted = {w.param for w in layout.recording.wants}
-    sources = {w.source for w in layout.recording.wants}
-    all_of: list[ParamSpec | TensorSpec] = [p for p in layout.params if p.name in wanted]
-    all_of += [spec for name, spec in specs.items() if name in sources]
-    problems = [
-        f"{layout.rank}: {one.name} {one.dtype}{list(one.shape)} is no tensor of any memory"
-        for one in all_of
-        if one.dtype not in ITEMSIZE or one.nbytes > MAX_BYTES
-    ]
     by_storage: dict[int, list[ParamSpec]] = defaultdict(list)
     for param in layout.params:
-        if param.name in wanted and param.numel and param.dtype in ITEMSIZE:
+        if param.name in wanted and param.numel:
             by_storage[param.storage].append(param)
     for params in by_storage.values():
         # The same view under several names (tied weights) is one region.
@@ -520,13 +491,14 @@ def _overlap(one: ParamSpec, two: ParamSpec) -> bool:
     end = max(_bytes_of(one)[1], _bytes_of(two)[1])
     if end - begin > MAX_MARKED:
         return True
-    marks = np.zeros((2, end - begin), np.bool_)
-    for mark, p in zip(marks, (one, two), strict=True):
-        item = ITEMSIZE[p.dtype]
-        view = np.lib.stride_tricks.as_strided(
-            mark[p.offset * item - begin :],
-            (*p.shape, item),
-            (*(t * item for t in p.stride), 1),
+    marks = np.zeros(end - begin, np.bool_)
+    views = [
+        np.lib.stride_tricks.as_strided(
+            marks[p.offset * ITEMSIZE[p.dtype] - begin :],
+            (*p.shape, ITEMSIZE[p.dtype]),
+            (*(t * ITEMSIZE[p.dtype] for t in p.stride), 1),
         )
-        view[...] = True
-    return bool((marks[0] & marks[1]).any())
+        for p in (one, two)
+    ]
+    views[0][...] = True
+    return bool(views[1].any())

@@ -6,13 +6,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_rdt.errors import PlanError
-from sglang_rdt.plan import coverage
+from sglang_rdt.plan import coverage, forms
 from sglang_rdt.plan.buckets import Round, pack
 from sglang_rdt.plan.routing import route
-from sglang_rdt.plan.specs import EngineRank, EngineRankLayout, TensorSpec, TrainerRank
+from sglang_rdt.plan.specs import (
+    ITEMSIZE,
+    EngineRank,
+    EngineRankLayout,
+    TensorSpec,
+    TrainerRank,
+)
 
 # Each round is an RDT object and a call.
 MAX_ROUNDS = 20_000
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises PlanError if there are any."""
+    if problems:
+        raise PlanError("trainer and engines do not fit together", list(dict.fromkeys(problems)))
+
+
+def refuse_rounds(rank: EngineRank, rounds: int, bucket_bytes: int) -> None:
+    """Raises PlanError for more than ``MAX_ROUNDS``."""
+    if rounds > MAX_ROUNDS:
+        raise PlanError(
+            "the staging bucket is too small",
+            [
+                f"{rank}: {rounds} rounds of {bucket_bytes} bytes, more than {MAX_ROUNDS}; "
+                "raise SGLANG_RDT_BUCKET_BYTES"
+            ],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +91,21 @@ def check(
     Raises:
         PlanError: naming every culprit.
     """
-    specs, problems = coverage.union_of_specs([t.exports for t in trainers])
+    refuse(forms.check_trainers(trainers) + forms.check_layouts(layouts))
+    refuse([line for layout in layouts for line in forms.check_layout(layout)])
+    specs, problems = coverage.union_of_specs(e for _, e in forms.distinct_exports(trainers))
     casts: list[str] = []
     engines: dict[str, list[EngineRankLayout]] = {}
     for layout in layouts:
         engines.setdefault(layout.rank.engine, []).append(layout)
+        problems += coverage.check_sizes(layout, specs)
         problems += coverage.check_rank(layout, specs, allow_padding)
         lossy, happening = coverage.check_dtypes(layout, specs, allow_cast)
         problems += lossy
         casts += happening
     for engine_layouts in engines.values():
         problems += coverage.check_engine(engine_layouts, specs)
-    if problems:
-        raise PlanError("trainer and engines do not fit together", problems)
+    refuse(problems)
     return specs, tuple(casts)
 
 
@@ -107,20 +133,14 @@ def make_plan(
     routes = []
     for (source, target), names in sorted(route(trainers, ranks, wanted).items()):
         layout = layouts[target]
-        rounds = pack(
-            [w for w in layout.recording.wants if w.source in names],
-            [s.name for s in trainers[source].exports if s.name in names],
-            {p.name: p for p in layout.params},
-            bucket_bytes,
-        )
-        if len(rounds) > MAX_ROUNDS:
-            raise PlanError(
-                "the staging bucket is too small",
-                [
-                    f"{ranks[target]}: {len(rounds)} rounds of {bucket_bytes} bytes, more than "
-                    f"{MAX_ROUNDS}; raise SGLANG_RDT_BUCKET_BYTES"
-                ],
-            )
+        params = {p.name: p for p in layout.params}
+        wants = [w for w in layout.recording.wants if w.source in names]
+        nbytes = sum(w.dst.numel * ITEMSIZE[params[w.param].dtype] for w in wants)
+        # As few as there can be, before they are made; then as many as there are.
+        refuse_rounds(ranks[target], nbytes // bucket_bytes, bucket_bytes)
+        order = [s.name for s in trainers[source].exports if s.name in names]
+        rounds = pack(wants, order, params, bucket_bytes)
+        refuse_rounds(ranks[target], len(rounds), bucket_bytes)
         if rounds:
             routes.append(Route(trainers[source].rank, ranks[target], rounds))
     return Plan(tuple(routes), casts, specs)

@@ -170,22 +170,27 @@ def union_volume(boxes: Sequence[Box]) -> int:
         return 0
     if not unique[0][0]:
         return 1
-    return _union(unique, 0)
+    return _union(tuple(unique), {})
 
 
-def _union(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], dim: int) -> int:
-    if dim == len(boxes[0][0]):
+_Bounds = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+def _union(boxes: _Bounds, cache: dict[_Bounds, int]) -> int:
+    """Sweeps over the first dimension; what lies under a stretch of it is known from the boxes
+    that are open there, wherever that was."""
+    if not boxes[0][0]:
         return 1
-    cuts = sorted({b[0][dim] for b in boxes} | {b[1][dim] for b in boxes})
-    total, cached = 0, {}
+    known = cache.get(boxes)
+    if known is not None:
+        return known
+    cuts = sorted({b[0][0] for b in boxes} | {b[1][0] for b in boxes})
+    total = 0
     for low, high in itertools.pairwise(cuts):
-        inside = [b for b in boxes if b[0][dim] <= low and b[1][dim] >= high]
-        if not inside:
-            continue
-        key = tuple((b[0][dim + 1 :], b[1][dim + 1 :]) for b in inside)
-        if key not in cached:
-            cached[key] = _union(inside, dim + 1)
-        total += (high - low) * cached[key]
+        inside = {(b[0][1:], b[1][1:]) for b in boxes if b[0][0] <= low and b[1][0] >= high}
+        if inside:
+            total += (high - low) * _union(tuple(sorted(inside)), cache)
+    cache[boxes] = total
     return total
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
+from sglang_rdt.brief import brief
 from sglang_rdt.errors import SlicesError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.boxes import first_overlap
+from sglang_rdt.plan.buckets import Target
+from sglang_rdt.plan.forms import MAX_BYTES, why_no_slice
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import ITEMSIZE, ParamSpec, Want
 
 How = Literal["direct", "unpack", "pack"]
 HOWS: tuple[How, ...] = get_args(How)
 
-# No memory is larger, and products of two such numbers still are numbers that numpy can hold.
-MAX_BYTES = 1 << 48
-MAX_DIMS = 16
 # Each costs a descriptor; nobody plans more.
 MAX_RUNS = 1 << 24
 # A slice that is no rectangle of its parameter is checked element by element up to this size.
@@ -88,7 +89,7 @@ def check_target_transfers(
         if type(one) is not Transfer:
             raise SlicesError(f"{what} is no Transfer but {type(one).__name__}")
         if not isinstance(one.param, str) or one.param not in by_name:
-            raise SlicesError(f"{what} writes {str(one.param)[:200]!r}, which is no parameter")
+            raise SlicesError(f"{what} writes {brief(one.param, 200)}, which is no parameter")
         param = by_name[one.param]
         what = f"{what} into {param.name}"
         runs += _check_one(one, param, what)
@@ -108,21 +109,87 @@ def check_target_transfers(
             )
 
 
+def check_targets(
+    params: Mapping[str, ParamSpec], items: Sequence[str | Target], who: str
+) -> list[tuple[str, Slice]]:
+    """What an engine rank runs on the places that one pull is to fill, before any byte moves.
+
+    Returns:
+        Parameter and slice of each.
+
+    Raises:
+        SlicesError: naming the first that is malformed, no parameter, leaves it, has the wrong
+            dtype, repeats elements, or has elements that another one has too.
+    """
+    if type(items) not in (list, tuple):
+        raise SlicesError(f"{who}: {brief(items)} is no list of parameters and slices")
+    places: list[tuple[str, Slice]] = []
+    for item in items:
+        name = item.param if type(item) is Target else item
+        param = params.get(name) if isinstance(name, str) else None
+        if param is None:
+            raise SlicesError(f"{who} has no parameter {brief(name, 200)}")
+        if type(item) is not Target:
+            places.append((param.name, Slice(0, param.shape, param.stride)))
+            continue
+        what = f"{who}: {param.name}"
+        _check_form(item.dst, what)
+        slices.check(item.dst, param.extent, what)
+        if item.dtype != param.dtype:
+            raise SlicesError(f"{what} is {param.dtype}, not {brief(item.dtype)[1:-1]}")
+        if _repeats(item.dst):
+            raise SlicesError(f"{what}: {item.dst} repeats elements")
+        places.append((param.name, item.dst))
+    _check_apart(params, places, who)
+    return places
+
+
+def _repeats(s: Slice) -> bool:
+    """Whether elements of ``s`` may share memory: a dimension steps less far than the ones inside
+    of it reach."""
+    reach = 0
+    for step, count in sorted((t, n) for n, t in zip(s.shape, s.stride, strict=True) if n > 1):
+        if step <= reach and s.numel:
+            return True
+        reach += (count - 1) * step
+    return False
+
+
+def _check_apart(
+    params: Mapping[str, ParamSpec], places: Iterable[tuple[str, Slice]], who: str
+) -> None:
+    by_param: dict[str, list[Slice]] = {}
+    for name, s in places:
+        if s.numel:
+            by_param.setdefault(name, []).append(s)
+    for name, parts in by_param.items():
+        parts.sort(key=lambda s: s.offset)
+        # As a rule one ends before the next begins; only where not, a closer look is needed.
+        if all(a.last < b.offset for a, b in itertools.pairwise(parts)):
+            continue
+        param = params[name]
+        boxes = [(slices.to_box(s, param.shape, param.stride), s) for s in parts]
+        known = [(box, s) for box, s in boxes if box is not None]
+        twice = first_overlap([box for box, _ in known])
+        if twice is not None:
+            raise SlicesError(
+                f"{who}: {name}: {known[twice[0]][1]} and {known[twice[1]][1]} have elements in common"
+            )
+
+
 def _check_one(one: Transfer, param: ParamSpec, what: str) -> int:
     """How many runs of bytes it is read in."""
     if one.how not in HOWS:
-        raise SlicesError(f"{what}: unknown way to move it: {str(one.how)[:40]!r}")
+        raise SlicesError(f"{what}: unknown way to move it: {brief(one.how)}")
     if one.dtype != param.dtype:
-        raise SlicesError(
-            f"{what}: it brings {str(one.dtype)[:40]!r}, the parameter is {param.dtype}"
-        )
+        raise SlicesError(f"{what}: it brings {brief(one.dtype)}, the parameter is {param.dtype}")
     if not isinstance(one.src_dtype, str) or one.src_dtype not in ITEMSIZE:
-        raise SlicesError(f"{what}: unknown source dtype {str(one.src_dtype)[:40]!r}")
+        raise SlicesError(f"{what}: unknown source dtype {brief(one.src_dtype)}")
     if one.how == "direct" and one.src_dtype != one.dtype:
         raise SlicesError(f"{what}: {one.src_dtype} cannot become {one.dtype} without a copy")
     for number, which in ((one.source, "source"), (one.block, "block")):
         if type(number) is not int or not 0 <= number < 1 << 31:
-            raise SlicesError(f"{what}: {str(number)[:40]!r} is no {which} number")
+            raise SlicesError(f"{what}: {brief(number)} is no {which} number")
     _check_form(one.src, what)
     _check_form(one.dst, what)
     if one.src.shape != one.dst.shape:
@@ -144,13 +211,9 @@ def _check_one(one: Transfer, param: ParamSpec, what: str) -> int:
 
 
 def _check_form(s: Slice, what: str) -> None:
-    if type(s) is not Slice or type(s.shape) is not tuple or type(s.stride) is not tuple:
-        raise SlicesError(f"{what}: a slice is malformed")
-    if len(s.shape) != len(s.stride) or len(s.shape) > MAX_DIMS:
-        raise SlicesError(f"{what}: a slice has {len(s.shape)} sizes and {len(s.stride)} strides")
-    for number in (s.offset, *s.shape, *s.stride):
-        if type(number) is not int or not 0 <= number <= MAX_BYTES:
-            raise SlicesError(f"{what}: {str(number)[:40]!r} is no size, stride or offset")
+    why = why_no_slice(s)
+    if why:
+        raise SlicesError(f"{what}: {why}")
 
 
 def _check_disjoint(param: ParamSpec, parts: Sequence[Slice]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang_rdt.brief import brief
 from sglang_rdt.simulate.errors import SimulateError
 from sglang_rdt.simulate.shapes import ModelShape
 
@@ -14,6 +15,8 @@ from sglang_rdt.simulate.shapes import ModelShape
 # Megatron to a multiple of 128 times TP.
 ENGINE_VOCAB = 64
 TRAINER_VOCAB = 128
+# On either side; every rank is simulated.
+MAX_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class TrainerLayout:
     stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_world("--trainer", self.world)
         inner = self.tp * self.cp * self.dp
         if inner % (self.ep * self.expert_tp):
             raise SimulateError(
@@ -118,6 +122,7 @@ class EngineLayout:
     dp: int = 1
 
     def __post_init__(self) -> None:
+        check_world("--engine", self.world)
         if self.tp % self.ep:
             raise SimulateError(f"--engine: ep={self.ep} does not divide tp={self.tp}")
 
@@ -202,11 +207,15 @@ def parse(option: str, text: str, names: Sequence[str]) -> dict[str, int]:
         name, equals, number = (p.strip() for p in part.partition("="))
         if name not in names or not equals:
             expected = ",".join(f"{n}=1" for n in names)
-            raise SimulateError(f"{option} {text!r}: expected some of {expected}, not {part!r}")
+            raise SimulateError(
+                f"{option} {brief(text)}: expected some of {expected}, not {brief(part)}"
+            )
         if name in counts:
-            raise SimulateError(f"{option} {text!r}: {name} is there twice")
-        if not number.isdecimal() or int(number) < 1:
-            raise SimulateError(f"{option} {text!r}: {name} must be a number, 1 or more")
+            raise SimulateError(f"{option} {brief(text)}: {name} is there twice")
+        if not _is_number(number) or not 1 <= int(number) <= MAX_RANKS:
+            raise SimulateError(
+                f"{option} {brief(text)}: {name} must be a number, 1 or more (at most {MAX_RANKS})"
+            )
         counts[name] = int(number)
     return counts
 
@@ -218,8 +227,10 @@ def parse_trainer(text: str, stages: str | None = None) -> TrainerLayout:
         SimulateError: it cannot be.
     """
     layers = (stages or "").replace(" ", "")
-    if layers and not all(n.isdecimal() for n in layers.split(",")):
-        raise SimulateError(f"--stages {stages!r}: expected numbers of layers such as 16,15,15,15")
+    if layers and not all(map(_is_number, layers.split(","))):
+        raise SimulateError(
+            f"--stages {brief(stages)}: expected numbers of layers such as 16,15,15,15"
+        )
     counts = parse("--trainer", text, ("tp", "pp", "ep", "etp", "dp", "cp", "vpp"))
     numbers = tuple(int(n) for n in layers.split(",")) if layers else ()
     return TrainerLayout(**counts, stages=numbers)
@@ -232,6 +243,16 @@ def parse_engine(text: str) -> EngineLayout:
         SimulateError: it cannot be.
     """
     return EngineLayout(**parse("--engine", text, ("tp", "ep", "pp", "dp")))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def check_world(option: str, ranks: int) -> None:
+    """Raises SimulateError for more ranks than anybody has."""
+    if ranks > MAX_RANKS:
+        raise SimulateError(f"{option}: {ranks} ranks, more than {MAX_RANKS}")
 
 
 def padded(number: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ from sglang_rdt.plan.direct import DirectPlan, make_direct_plan
 from sglang_rdt.plan.specs import ITEMSIZE, EngineRankLayout
 from sglang_rdt.simulate.engine import make_engines
 from sglang_rdt.simulate.errors import SimulateError
-from sglang_rdt.simulate.layouts import EngineLayout, Placement, TrainerLayout
+from sglang_rdt.simulate.layouts import EngineLayout, Placement, TrainerLayout, check_world
 from sglang_rdt.simulate.predict import Links, Prediction, predict
 from sglang_rdt.simulate.shapes import ModelShape
 from sglang_rdt.simulate.trainer import make_trainers
@@ -80,6 +80,7 @@ def simulate(job: Job) -> Outcome:
     """
     if job.engines < 1:
         raise SimulateError(f"--engines: {job.engines}, must be 1 or more")
+    check_world("--engines", job.engines * job.engine.world)
     begin = time.perf_counter()
     trainers = make_trainers(job.shape, job.trainer, job.placement)
     layouts = make_engines(job.shape, job.engine, job.engines, job.placement, len(trainers))

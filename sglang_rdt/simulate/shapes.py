@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from sglang_rdt.brief import brief
 from sglang_rdt.plan.specs import TensorSpec
 from sglang_rdt.simulate.errors import SimulateError
 
@@ -315,6 +316,11 @@ _GQA = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 _MLA = ("deepseek_v3", "kimi_k2")
 
 
+# Of one size in a config.json, and of layers times experts: every matrix is simulated.
+MAX_SIZE = 1 << 24
+MAX_MATRICES = 1 << 20
+
+
 def load_shape(text: str) -> ModelShape:
     """A named shape, or that of a folder with a ``config.json`` (or of such a file).
 
@@ -331,7 +337,7 @@ def load_shape(text: str) -> ModelShape:
         )
     try:
         data = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SimulateError(f"--model {text}: its config.json cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise SimulateError(f"--model {text}: its config.json is no JSON object")
@@ -347,7 +353,7 @@ def from_config(name: str, config: dict[str, Any]) -> ModelShape:
     family = config.get("model_type")
     if family not in (*_GQA, *_MLA):
         raise SimulateError(
-            f"{name}: model type {family!r} is not covered; there are {', '.join((*_GQA, *_MLA))}"
+            f"{name}: model type {brief(family)} is not covered; there are {', '.join((*_GQA, *_MLA))}"
         )
     if family in ("llama", "qwen3", "qwen3_moe") and config.get("attention_bias"):
         raise SimulateError(f"{name}: biases on all of the attention are not covered")
@@ -358,9 +364,14 @@ def from_config(name: str, config: dict[str, Any]) -> ModelShape:
 
     def size(*keys: str, default: int | None = None) -> int:
         value = next((config[k] for k in keys if config.get(k) is not None), default)
-        if type(value) is not int or value < 1:
-            raise SimulateError(f"{name}: config.json has {keys[0]} = {value!r}, expected a size")
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+            raise SimulateError(
+                f"{name}: config.json has {keys[0]} = {brief(value)}, expected a size"
+            )
         return value
+
+    def count(key: str) -> int:
+        return size(key) if config.get(key) else 0
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     more: dict[str, Any] = {}
@@ -369,9 +380,8 @@ def from_config(name: str, config: dict[str, Any]) -> ModelShape:
         more["experts"] = size("num_experts", "num_local_experts", "n_routed_experts")
         more["moe_intermediate"] = size("moe_intermediate_size")
     if family in ("glm4_moe", *_MLA):
-        shared = config.get("n_shared_experts") or 0
-        more["shared_intermediate"] = shared * more["moe_intermediate"]
-        more["dense_layers"] = config.get("first_k_dense_replace") or 0
+        more["shared_intermediate"] = count("n_shared_experts") * more["moe_intermediate"]
+        more["dense_layers"] = count("first_k_dense_replace")
         more["router_bias"] = True
     if family in _MLA:
         more["mla"] = Mla(
@@ -381,12 +391,18 @@ def from_config(name: str, config: dict[str, Any]) -> ModelShape:
             size("qk_rope_head_dim"),
             size("v_head_dim"),
         )
+    kv_heads = size("num_key_value_heads", default=heads)
+    if family in _GQA and heads % kv_heads:
+        raise SimulateError(f"{name}: {heads} attention heads, {kv_heads} key-value heads")
+    layers = size("num_hidden_layers")
+    if layers * more.get("experts", 1) > MAX_MATRICES:
+        raise SimulateError(f"{name}: {layers} layers with {more.get('experts', 1)} experts each")
     return ModelShape(
         name=name,
-        layers=size("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=size("num_key_value_heads", default=heads),
+        kv_heads=kv_heads,
         head_dim=size("head_dim", default=max(hidden // heads, 1)),
         intermediate=size("intermediate_size"),
         vocab=size("vocab_size"),

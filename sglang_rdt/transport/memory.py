@@ -6,14 +6,18 @@ CUDA memory from ``expandable_segments`` (VMM) moves at 0.3 GB/s instead of hund
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_rdt.brief import brief
 from sglang_rdt.errors import TransportError
 
 if TYPE_CHECKING:
     import torch
+
+    from sglang_rdt.transport.agent import RemoteMemory
 
 # torch reads the second one since 2.9; PYTORCH_HIP_ALLOC_CONF is ROCm's.
 ALLOC_CONF_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -36,6 +40,27 @@ def expandable_segments(environ: Mapping[str, str] | None = None) -> str | None:
             ):
                 return f"{name}={environ[name]}"
     return None
+
+
+# Addresses have 64 bits; no piece of memory has more than 48.
+_MAX_ADDRESS, _MAX_BYTES = 1 << 64, 1 << 48
+
+
+def checked(memory: RemoteMemory, who: str) -> RemoteMemory:
+    """``memory``, which another process has described.
+
+    Raises:
+        TransportError: it is no memory; names ``who``.
+    """
+    pairs = list(itertools.zip_longest(memory.addresses, memory.sizes))
+    for number, (address, size) in enumerate(pairs):
+        numbers = type(address) is int and type(size) is int
+        if not numbers or not 0 <= size <= _MAX_BYTES or not 0 <= address <= _MAX_ADDRESS - size:
+            raise TransportError(
+                f"{who} offers no memory: block {number} of {len(pairs)} has {brief(size)} bytes at "
+                f"{brief(address)}"
+            )
+    return memory
 
 
 def check_registrable(tensor: torch.Tensor, segments: Sequence[Mapping[str, Any]] = ()) -> None:

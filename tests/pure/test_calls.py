@@ -26,7 +26,7 @@ def task_error(cause: Exception) -> RayTaskError:
         (task_error(KeyError("w")), "KeyError: 'w'"),
         (ActorDiedError(), "the actor is dead"),
         (ValueError("odd"), "ValueError: odd"),
-        (TimeoutError(), "TimeoutError: "),
+        (TimeoutError(), "TimeoutError"),
     ],
     ids=repr,
 )

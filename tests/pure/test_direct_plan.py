@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rdt.errors import PlanError, SlicesError
-from sglang_rdt.plan import compose, direct
+from sglang_rdt.plan import compose, planner
 from sglang_rdt.plan.costs import LinkCosts
 from sglang_rdt.plan.direct import (
     DirectPlan,
@@ -133,7 +133,7 @@ def test_ranks_that_nobody_reads_from_have_nothing_to_do() -> None:
 
 
 def test_the_number_of_rounds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "MAX_ROUNDS", 3)
+    monkeypatch.setattr(planner, "MAX_ROUNDS", 3)
     plan = plan_of(Shape(param_dtype="float16"), Cut(), allow_cast=True)
     assert plan.packed_routes(0, 1 << 20)
     with pytest.raises(PlanError, match="more than 3; raise SGLANG_RDT_BUCKET_BYTES"):
@@ -349,14 +349,14 @@ def test_what_nobody_holds_is_named_with_who_wants_it() -> None:
         (Hold("hf", rect((4, 6)), 0, Slice(-1, (4, 6), (6, 1)), "float32"), "outside of block w"),
         (Hold("hf", rect((4, 6)), 0, Slice(1 << 70, (4, 6), (6, 1)), "float32"), "outside of"),
         (Hold("hf", rect((4, 6)), 0, Slice(0, (4, 6), (7, 1)), "float32"), "outside of block w"),
-        (Hold("hf", rect((4, 6)), 0, Slice(0, (4, 6), (1 << 70, 1)), "float32"), "no slice of"),
+        (Hold("hf", rect((4, 6)), 0, Slice(0, (4, 6), (1 << 70, 1)), "float32"), "no size, stride"),
         (Hold("hf", rect((4, 6)), 0, Slice(0, (4, 6), (-6, 1)), "float32"), "negative"),
-        (Hold("hf", rect((4, 6)), 0, Slice(0, (4, 6), (1,)), "float32"), "differ in length"),
+        (Hold("hf", rect((4, 6)), 0, Slice(0, (4, 6), (1,)), "float32"), "2 sizes and 1"),
         (Hold("hf", rect((4, 6)), 0, rect((6, 4)), "float32"), "shapes differ"),
         (Hold("hf", rect((5, 6)), 0, rect((5, 6)), "float32"), "reaches element 29"),
         (
             Hold("hf", Slice(0, (10**30,), (1,)), 0, Slice(0, (10**30,), (1,)), "float32"),
-            "reaches element",
+            "no size, stride",
         ),
         (Hold("hf", Slice(0, (4, 6), (0, 1)), 0, rect((4, 6)), "float32"), "repeats elements"),
         (Hold("hf", rect((4, 6)), 0, rect((4, 6)), "float7"), "float7, which is no known dtype"),
@@ -430,12 +430,12 @@ def test_expanded_sources_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float7"])
 def test_sizes_and_dtypes_that_no_memory_has_are_named(dtype: str) -> None:
-    n = 10**20 if dtype == "float32" else 4
-    one, p = spec("hf", (n,), dtype), param("p", (n,), dtype)
+    shape = [1 << 24, 1 << 24] if dtype == "float32" else [4]
+    one, p = spec("hf", shape, dtype), param("p", shape, dtype)
     trainer = TrainerRank(0, "n", (one,))
     text = refused(trainer, layouts=[layout([p], [copy(p, one)])])
-    assert f"p {dtype}[{n}] is no tensor of any memory" in text
-    assert f"hf {dtype}[{n}] is no tensor of any memory" in text
+    assert f"p {dtype}{shape} is no tensor of any memory" in text
+    assert f"hf {dtype}{shape} is no tensor of any memory" in text
 
 
 def test_views_of_the_same_memory_are_refused_unless_they_are_the_same_view() -> None:
@@ -493,10 +493,10 @@ class Sneaky(int):
     ("changes", "why"),
     [
         ({"param": "q"}, "'q', which is no parameter"),
-        ({"param": None}, "'None', which is no parameter"),
+        ({"param": None}, "None, which is no parameter"),
         ({"param": ["p"]}, "which is no parameter"),
         ({"dtype": "float16"}, "it brings 'float16', the parameter is float32"),
-        ({"dtype": None}, "it brings 'None'"),
+        ({"dtype": None}, "it brings None"),
         ({"src_dtype": "float16"}, "float16 cannot become float32 without a copy"),
         ({"src_dtype": "float7"}, "unknown source dtype 'float7'"),
         ({"src_dtype": ["float32"]}, "unknown source dtype"),

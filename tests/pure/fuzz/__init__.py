@@ -1,0 +1,1 @@
+"""Hostile values at every border between processes: refused in one clear sentence, or harmless."""
