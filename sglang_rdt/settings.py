@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sglang_rdt.brief import cut
 from sglang_rdt.errors import SettingError
 
 VerifyMode = Literal["off", "checksum", "equal"]
@@ -43,7 +44,7 @@ def parse_bool(text: str) -> bool:
 def parse_bytes(text: str) -> int:
     """A positive byte count: ``268435456``, ``256M``, ``256MiB``, ``1g`` (powers of 1024)."""
     match = _SIZE.fullmatch(text.strip())
-    if not match or int(match[1]) == 0:
+    if not match or len(match[1]) > 18 or int(match[1]) == 0:
         raise ValueError("expected a positive size such as 268435456, 256MiB or 1G")
     return int(match[1]) * _UNIT[(match[2] or "b")[0].lower()]
 
@@ -311,10 +312,11 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
         try:
             values[f.name] = f.metadata["parse"](text)
         except ValueError as error:
-            raise SettingError(name, text, str(error)) from None
+            raise SettingError(name, cut(text, 200), cut(str(error), 400)) from None
     for name in environ:
         if name.startswith(("SGLANG_RDT_", "MEGATRON_RDT_")) and name not in known:
-            raise SettingError(name, environ[name], "no such setting; see `sglang-rdt settings`")
+            # Without its value: it is not ours, and may be a secret.
+            raise SettingError(name, "...", "no such setting; see `sglang-rdt settings`")
     settings = Settings(**values)
     if settings.bucket_bytes < MIN_BUCKET_BYTES:
         raise SettingError(

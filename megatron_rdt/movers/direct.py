@@ -17,12 +17,13 @@ import torch
 from megatron_rdt.movers.base import Moved
 from megatron_rdt.movers.bucketed import collect, guard
 from megatron_rdt.sender import RouteSender
+from sglang_rdt.brief import brief
 from sglang_rdt.coordinator import calls
 from sglang_rdt.coordinator.coordinator import Coordinator
 from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.coordinator.phases import PhaseTimer, slowest
 from sglang_rdt.dtypes import torch_dtype
-from sglang_rdt.engine.sync_request import ReadResult
+from sglang_rdt.engine.sync_request import ReadResult, is_result
 from sglang_rdt.plan.direct import DirectPlan
 from sglang_rdt.sums import Part, Sums
 from sglang_rdt.transport import nixl
@@ -125,6 +126,11 @@ class DirectMover:
         if self._coordinator is None:
             return moved
         results, failures = self._coordinator.finish_reads(started, phase)
+        for engine, answers in list(results.items()) if mode == "pull" else ():
+            odd = [r for r, a in answers.items() if not is_result(a)]
+            if odd:
+                failures[engine] = Failure(phase, f"{odd[0]} answers {brief(answers[odd[0]])}")
+                del results[engine]
         for engine, failure in failures.items():
             moved.failures.setdefault(engine, failure)
         whole_s = time.perf_counter() - began

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sglang_rdt.brief import brief
 from sglang_rdt.coordinator import calls, failures, trainers
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.coordinator.failures import Failure
@@ -400,6 +401,11 @@ def compare_checksums(
         sent_to.setdefault(rank, {})[param] = value
     for rank, engine in engines.items():
         sums, sent = found.get(rank), sent_to.get(rank, {})
+        if sums is not None and not _are_sums(sums):
+            differences.setdefault(engine, []).append(
+                f"{rank}: what it reports are no checksums: {brief(sums)}"
+            )
+            continue
         if sums is None or not sent:
             side = "engine" if sums is None else "trainer"
             differences.setdefault(engine, []).append(f"{rank}: the {side} reports no checksum")
@@ -416,3 +422,9 @@ def compare_checksums(
         e: Failure("verify", str(VerifyError("checksums differ after the sync", d)))
         for e, d in differences.items()
     }
+
+
+def _are_sums(sums: object) -> bool:
+    return type(sums) is dict and all(
+        type(param) is str and type(value) is int for param, value in sums.items()
+    )

@@ -404,9 +404,15 @@ class TinyTrainer:
 
     def close(self) -> None:
         """Takes Megatron's groups down; another trainer can be built in this process then."""
+        import torch.distributed as dist
         from megatron.core import parallel_state
+        from torch.distributed import distributed_c10d as c10d
 
         parallel_state.destroy_model_parallel()
+        # Megatron forgets its groups without destroying them: 51 threads of gloo's each time.
+        for group in list(c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 def _init_model_parallel(layout: Layout, seed: int) -> None:

@@ -28,7 +28,13 @@ from sglang_rdt.engine.loop_inbox import LoopCall
 from sglang_rdt.engine.rank_session import RankSession
 from sglang_rdt.engine.recorder import describe_tensors
 from sglang_rdt.engine.scheduler_control import SchedulerControl
-from sglang_rdt.engine.sync_request import RankStatus, ReadResult, SyncRequest
+from sglang_rdt.engine.sync_request import (
+    RankStatus,
+    ReadResult,
+    SyncRequest,
+    check,
+    check_version,
+)
 from sglang_rdt.errors import EngineStateError, RdtError
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.specs import EngineRank, ParamSpec, RankId, Recording, TensorSpec
@@ -182,6 +188,7 @@ class RdtSchedulerActor:
             EngineStateError, EngineBusyError: refused; the engine runs on as it was.
             DeadlineError: the event loop did not get to it.
         """
+        check(request)
         if self._gate.parked:
             # On this thread: a caller that is refused must not look like a sign of life to the
             # sync under way.
@@ -208,6 +215,7 @@ class RdtSchedulerActor:
         Raises:
             EngineStateError: it is not dirty; nothing has changed.
         """
+        check_version(version)
         self._gate.enter(
             f"accept-{version}", lambda: self._session.accept(version), self._phase_timeout_s
         )
@@ -385,6 +393,9 @@ class RdtSchedulerActor:
 
     def end_sync(self, sync_id: str, version: str | None) -> EngineRank:
         """Ends the sync: with a version, sets it and resumes; without one (connect), just resumes."""
+
+        if version is not None:
+            check_version(version)
 
         def end() -> None:
             self._session.require(sync_id)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sglang_rdt.brief import brief
 from sglang_rdt.engine.states import State
+from sglang_rdt.errors import EngineStateError
 
 PAUSE_MODES = ("retract", "in_place")
 
@@ -56,6 +58,52 @@ class SyncRequest:
     overwrite: bool = False
 
 
+# What settings allow, and what threads can wait.
+_MAX_SECONDS = 1e9
+_MAX_TEXT = 1024
+
+
+def check(request: SyncRequest) -> None:
+    """Raises EngineStateError unless ``request`` can be one; nothing is begun then."""
+    if type(request) is not SyncRequest:
+        raise EngineStateError(f"{brief(request)} is no SyncRequest")
+    for name in ("sync_id", "owner"):
+        _check_line(getattr(request, name), name)
+    for name, choices in (
+        ("purpose", ("connect", "sync")),
+        ("pause_mode", PAUSE_MODES),
+        ("flush", (True, False)),
+        ("overwrite", (True, False)),
+    ):
+        value = getattr(request, name)
+        if type(value) is not type(choices[0]) or value not in choices:
+            raise EngineStateError(f"a sync request with {name} {brief(value)}")
+    for name in ("stall_timeout_s", "begin_timeout_s", "phase_timeout_s"):
+        value = getattr(request, name)
+        if type(value) not in (int, float) or not 0 < value <= _MAX_SECONDS:
+            raise EngineStateError(f"a sync request with {name} {brief(value)}")
+    if request.replaces is not None:
+        _check_line(request.replaces, "replaces")
+    made = request.connection
+    if made is not None:
+        if type(made) is not Connection or type(made.trainer) is not Trainer:
+            raise EngineStateError(f"a sync request with connection {brief(made)}")
+        for text, what in ((made.id, "connection"), (made.trainer.token, "token")):
+            _check_line(text, what)
+        _check_line(made.trainer.where, "trainer")
+
+
+def check_version(version: object) -> None:
+    """Raises EngineStateError unless every reply can carry ``version`` (JSON has no lone
+    surrogates, and a label of a megabyte would come with each)."""
+    _check_line(version, "version")
+
+
+def _check_line(text: object, what: str) -> None:
+    if type(text) is not str or not 0 < len(text) <= _MAX_TEXT or not text.isprintable():
+        raise EngineStateError(f"{brief(text)} is no {what}: one line of text was expected")
+
+
 @dataclass
 class RankStatus:
     """State of one engine rank; ``detail`` says why a dirty rank is dirty."""
@@ -82,3 +130,15 @@ class ReadResult:
     nbytes: int
     sums: dict[str, int]
     seconds: dict[str, float]
+
+
+def is_result(answer: object) -> bool:
+    """Whether an engine rank's answer is one that can be added up."""
+    return (
+        type(answer) is ReadResult
+        and type(answer.nbytes) is int
+        and answer.nbytes >= 0
+        and type(answer.sums) is dict
+        and type(answer.seconds) is dict
+        and all(type(v) is float and 0 <= v < 1e9 for v in answer.seconds.values())
+    )

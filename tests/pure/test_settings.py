@@ -106,7 +106,7 @@ def test_good_values(name: str, text: str, value: object) -> None:
     "name", ["SGLANG_RDT_BUCKETBYTES", "SGLANG_RDT_", "MEGATRON_RDT_VERIFY", "SGLANG_RDT_verify"]
 )
 def test_unknown_variables_are_refused(name: str) -> None:
-    with pytest.raises(SettingError, match=f"{name}='1': no such setting"):
+    with pytest.raises(SettingError, match=rf"{name}='\.\.\.': no such setting"):
         load({name: "1"})
 
 
