@@ -34,7 +34,7 @@ NAMESPACE = "sglang-rdt-faults"
 MODEL = TinyModel("dense")
 PORT_A, PORT_B = 31101, 31102
 # Short, so that what is left to deadlines ends soon; not so short that a busy machine meets them.
-SETTINGS = Settings(phase_timeout_s=10.0, stall_timeout_s=14.0, connect_timeout_s=25.0)
+SETTINGS = Settings(phase_timeout_s=10.0, stall_timeout_s=12.0, connect_timeout_s=25.0)
 _CALL_S = 60.0
 _START_S = 240.0
 
@@ -177,6 +177,7 @@ class World:
         self.folder, self._say = folder, say
         os.environ.update(cpu.environment(4))
         os.environ.pop("RAY_ADDRESS", None)
+        os.environ.setdefault("TQDM_DISABLE", "1")
         ray.cloudpickle.register_pickle_by_value(injection)
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         self._cluster = Cluster(
