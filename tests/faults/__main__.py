@@ -85,7 +85,9 @@ def reasons() -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what was asked for; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--phase", action="append", choices=PHASES, help="only this one (again: more)")
+    parser.add_argument(
+        "--phase", action="append", choices=PHASES, help="only this one (again: more)"
+    )
     parser.add_argument("--victim", action="append", choices=VICTIMS, help="only this one")
     parser.add_argument("--mode", choices=("direct", "bucketed"), help="only this one")
     parser.add_argument("--suite", action="store_true", help="only the cells of the test suite")

@@ -209,9 +209,7 @@ def held(me: Any) -> dict[str, int]:
 
     found = {
         # Ray's own threads come and go under other names.
-        "threads": sum(
-            not isinstance(t, threading._DummyThread) for t in threading.enumerate()
-        ),
+        "threads": sum(not isinstance(t, threading._DummyThread) for t in threading.enumerate()),
     }
     agent = sys.modules.get("sglang_rdt.transport.agent")
     if agent is not None:

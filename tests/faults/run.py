@@ -108,7 +108,9 @@ def run_cell(world: World, cell: Cell, then: Cell | None = None) -> Result:
 class _Run:
     def __init__(self, world: World, cell: Cell, result: Result, then: Cell | None) -> None:
         self.world, self.cell, self.result, self.then = world, cell, result, then
-        verify = "equal" if (cell.phase, cell.victim) == ("verify", "never completes") else "checksum"
+        verify = (
+            "equal" if (cell.phase, cell.victim) == ("verify", "never completes") else "checksum"
+        )
         self.settings = SETTINGS.replace(mode=cell.mode, verify=verify)
         if cell.victim == "never completes":
             # The stopped rank goes on after the read's deadline, before others give up.
@@ -270,7 +272,9 @@ class _Run:
             name = type(error).__name__
             self.result.errors.append(f"{who}: {name}: {text[:700]}")
             if not isinstance(error, RdtError):
-                self.expect(False, f"{who}: {name} is not one of the package's errors: {text[:200]}")
+                self.expect(
+                    False, f"{who}: {name} is not one of the package's errors: {text[:200]}"
+                )
                 continue
             names = self.names_of_victim()
             self.expect(
@@ -435,14 +439,10 @@ class _Run:
         actors = world.actors()
         expected = {n for n in before.actors if tp == {2} or not n[0].endswith("_tp1")}
         extra = actors - before.actors
-        self.expect(
-            tp == {2} or not extra, f"actors are left: {sorted(n for n, _ in extra)}"
-        )
+        self.expect(tp == {2} or not extra, f"actors are left: {sorted(n for n, _ in extra)}")
         self.expect(expected <= actors, f"actors are missing: {sorted(expected - actors)}")
         groups = world.placement_groups()
-        self.expect(
-            groups <= before.groups, f"{groups} placement groups, {before.groups} before"
-        )
+        self.expect(groups <= before.groups, f"{groups} placement groups, {before.groups} before")
         for who, counts in self.held().items():
             was = before.held.get(who)
             if was is None:
@@ -455,4 +455,3 @@ class _Run:
             threads <= before.native_threads + 8,
             f"A has {threads} threads, {before.native_threads} before",
         )
-

@@ -49,11 +49,11 @@ class ServedByRay:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.group = placement_group([{"CPU": 1, "GPU": 1, node: 0.001}] * tp, strategy="STRICT_PACK")
-        ray.get(self.group.ready(), timeout=_CALL_S)
-        node_id = next(
-            n["NodeID"] for n in ray.nodes() if n["Alive"] and node in n["Resources"]
+        self.group = placement_group(
+            [{"CPU": 1, "GPU": 1, node: 0.001}] * tp, strategy="STRICT_PACK"
         )
+        ray.get(self.group.ready(), timeout=_CALL_S)
+        node_id = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and node in n["Resources"])
         host = ray.remote(num_cpus=0)(EngineHost)
         kwargs = cpu.engine_kwargs(str(folder), tp_size=tp, port=port, placement_group=self.group)
         self._host = host.options(
@@ -219,7 +219,10 @@ class World:
         self.b = self._kind = None
         self.drop_node()
         try:
-            healthy = {s.state for s in self.a.engine.status(timeout_s=10.0)} <= {"current", "dirty"}
+            healthy = {s.state for s in self.a.engine.status(timeout_s=10.0)} <= {
+                "current",
+                "dirty",
+            }
         except Exception:
             healthy = False
         if not healthy:
