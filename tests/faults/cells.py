@@ -160,6 +160,7 @@ SUITE: tuple[Cell, ...] = (
     Cell("pull", "driver"),
     Cell("pull", "killed in flight"),
     Cell("verify", "driver"),
+    Cell("finalise", "source rank"),
     Cell("version", "source rank"),
     Cell("continue", "driver"),
     Cell("connect", "engine"),

@@ -181,7 +181,7 @@ class _Run:
     def hit(self, label: str) -> list[Outcome]:
         import ray
 
-        world, cell = self.world, self.cell
+        world = self.world
         actor, where, fault = self.fault()
         self.marker.unlink(missing_ok=True)
         ray.get(actor.__ray_call__.remote(injection.arm, where, fault), timeout=30)
@@ -381,7 +381,7 @@ class _Run:
 
     def collect_garbage(self) -> None:
         """What a failed read left behind is freed now, not at some later time."""
-        engines = [("A", self.world.a)]
+        engines: list[tuple[str, Served]] = [("A", self.world.a)]
         if self.result.states.get("B", "gone") != "gone":
             engines.append(("B", self.b))
         for name, served in engines:

@@ -26,7 +26,7 @@ from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.demo import proof
 from sglang_rdt.demo.models import TinyModel
 from sglang_rdt.demo.trainer import Layout
-from sglang_rdt.demo.workers import EngineHost, Trainers, free_port
+from sglang_rdt.demo.workers import EngineHost, Trainers
 from sglang_rdt.settings import Settings
 from tests.faults import injection
 
@@ -177,7 +177,9 @@ class World:
         self.folder, self._say = folder, say
         os.environ.update(cpu.environment(4))
         os.environ.pop("RAY_ADDRESS", None)
-        os.environ.setdefault("TQDM_DISABLE", "1")
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
         ray.cloudpickle.register_pickle_by_value(injection)
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         self._cluster = Cluster(
