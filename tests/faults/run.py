@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_rdt.coordinator import calls
 from sglang_rdt.demo import proof
 from sglang_rdt.errors import RdtError
 from tests.faults import injection
@@ -301,11 +302,12 @@ class _Run:
         self, name: str, served: Served, before: _Before, label: str, state: Mapping[str, Any]
     ) -> None:
         cell = self.cell
-        states, versions = self.settled(served)
+        lost = name == "B" and cell.victim not in OF_TRAINER and cell.victim not in OF_TRANSFER
+        states, versions = self.now(served) if lost else self.settled(served)
         self.result.states[name] = "/".join(sorted(set(states))) + (
             f" {'/'.join(sorted(set(versions)))}" if versions else ""
         )
-        if name == "B" and cell.victim not in OF_TRAINER and cell.victim not in OF_TRANSFER:
+        if lost:
             self.expect(
                 "current" not in states or label not in versions,
                 f"what is left of B calls itself whole: {self.result.states[name]}",
@@ -338,16 +340,16 @@ class _Run:
         """States and labels of the ranks, once none of them is in a sync."""
         deadline = time.monotonic() + self.settings.stall_timeout_s + _SLACK_S
         while True:
-            states, versions = [], []
-            try:
-                for status in served.engine.status(timeout_s=10.0):
-                    states.append(status.state)
-                    versions.append(status.version)
-            except RdtError:
-                states, versions = ["gone"], []
+            states, versions = self.now(served)
             if "syncing" not in states or time.monotonic() > deadline:
                 return states, versions
             time.sleep(0.2)
+
+    def now(self, served: Served) -> tuple[list[str], list[str]]:
+        """States of all ranks (``gone``: dead), and labels of those that live."""
+        found, dead = calls.settle(served.engine.start("rdt_status"), 10.0, "status")
+        states = [s.state for s in found.values()] + ["gone"] * len(dead)
+        return states, [s.version for s in found.values()]
 
     def judge_serving(
         self, name: str, served: Served, label: str, state: Mapping[str, Any]

@@ -293,9 +293,18 @@ class World:
 
     def drop_node(self) -> None:
         """Ends what is left of the second node."""
-        if self._node is not None:
-            self._cluster.remove_node(self._node, allow_graceful=False)
-            self._node = None
+        if self._node is None:
+            return
+        import ray
+
+        gone, self._node = self._node, None
+        self._cluster.remove_node(gone, allow_graceful=False)
+        # Ray goes on placing actors there until its health checks have failed.
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and any(
+            n["Alive"] and n["NodeID"] == gone.node_id for n in ray.nodes()
+        ):
+            time.sleep(0.2)
 
     def drop_trainers(self) -> None:
         """Ends what is left of the trainers."""
