@@ -30,6 +30,7 @@ Victim = Literal[
     "nixl error",
     "never completes",
     "killed in flight",
+    "resumes late",
 ]
 Mode = Literal["direct", "bucketed"]
 
@@ -51,13 +52,16 @@ VICTIMS: tuple[Victim, ...] = (
     "source rank",
     "driver",
     "killed in flight",
+    "resumes late",
     "engine rank",
     "engine",
     "http server",
     "ray node",
 )
 # Which side the victim belongs to decides what the other side is promised.
-OF_TRAINER: frozenset[Victim] = frozenset({"source rank", "driver", "killed in flight"})
+OF_TRAINER: frozenset[Victim] = frozenset(
+    {"source rank", "driver", "killed in flight", "resumes late"}
+)
 # Nobody dies; the read goes wrong.
 OF_TRANSFER: frozenset[Victim] = frozenset({"nixl error", "never completes"})
 # Before a sync begins: engines must be untouched.
@@ -104,6 +108,8 @@ class Cell:
     def promise(self) -> str:
         """What must hold, in words."""
         typed = "typed error names victim and phase"
+        if self.victim == "resumes late":
+            return "a read that was given up never lands in weights that were synced since"
         if self.victim in OF_TRAINER:
             return f"{typed}; engines old and running, or dirty and paused, or new and whole"
         if self.phase in BEFORE_SYNC:
@@ -123,7 +129,7 @@ def impossible(phase: Phase, victim: Victim) -> str | None:
         return NO_TRANSFER
     if victim == "nixl error" and phase == "verify":
         return "as in pull: verify=equal reads again with the same calls"
-    if victim == "killed in flight" and phase != "pull":
+    if victim in ("killed in flight", "resumes late") and phase != "pull":
         return NOT_READING
     return None
 
@@ -159,6 +165,7 @@ SUITE: tuple[Cell, ...] = (
     Cell("pull", "source rank"),
     Cell("pull", "driver"),
     Cell("pull", "killed in flight"),
+    Cell("pull", "resumes late"),
     Cell("verify", "driver"),
     Cell("finalise", "source rank"),
     Cell("version", "source rank"),

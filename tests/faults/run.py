@@ -73,7 +73,7 @@ class _Before:
 
 def kind_for(cell: Cell, now: Kind | None) -> Kind:
     """Which engine B the cell needs; ``now``: the one there is."""
-    if cell.victim in ("never completes", "killed in flight"):
+    if cell.victim in ("never completes", "killed in flight", "resumes late"):
         return "tcp"
     fixed: dict[str, Kind] = {
         "engine rank": "tp2",
@@ -113,7 +113,7 @@ class _Run:
             "equal" if (cell.phase, cell.victim) == ("verify", "never completes") else "checksum"
         )
         self.settings = SETTINGS.replace(mode=cell.mode, verify=verify)
-        if cell.victim == "never completes":
+        if cell.victim in ("never completes", "resumes late"):
             # The stopped rank goes on after the read's deadline, before others give up.
             self.settings = self.settings.replace(phase_timeout_s=6.0, stall_timeout_s=25.0)
         self.marker = world.folder / f"{cell.name}.hit"
@@ -182,13 +182,15 @@ class _Run:
     def hit(self, label: str) -> list[Outcome]:
         import ray
 
-        world = self.world
+        world, cell = self.world, self.cell
         actor, where, fault = self.fault()
         self.marker.unlink(missing_ok=True)
         ray.get(actor.__ray_call__.remote(injection.arm, where, fault), timeout=30)
         refs = world.start_sync(label)
         after = threading.Thread(target=self.afterwards)
         after.start()
+        if cell.victim == "resumes late":
+            refs = refs[:1]  # the other one says nothing until it goes on
         outcomes = world.outcomes(refs, self.deadline() + injection.GONE_S)
         after.join()
         if self.marker.exists():
@@ -209,7 +211,7 @@ class _Run:
     @property
     def dead_trainer(self) -> int | None:
         """The trainer rank that dies in this cell."""
-        if self.cell.victim == "driver":
+        if self.cell.victim in ("driver", "resumes late"):
             return 0
         return 1 if self.cell.victim in OF_TRAINER else None
 
@@ -231,6 +233,7 @@ class _Run:
             "nixl error": Fault("", unmap=True),
             "never completes": Fault("", stop=(rank1,)),
             "killed in flight": Fault("", stop=(rank1,)),
+            "resumes late": Fault("", stop=(rank1,)),
         }
         if cell.victim == "ray node":
             kills["ray node"] = Fault("", kill=(world.raylet_pid,), gone=pids)
@@ -245,7 +248,7 @@ class _Run:
 
     def afterwards(self) -> None:
         """What happens to a process that was stopped."""
-        if self.cell.victim not in ("never completes", "killed in flight"):
+        if self.cell.victim not in ("never completes", "killed in flight", "resumes late"):
             return
         deadline = time.monotonic() + self.deadline()
         while not self.marker.exists() and time.monotonic() < deadline:
@@ -254,6 +257,10 @@ class _Run:
         if self.cell.victim == "killed in flight":
             time.sleep(1.0)
             os.kill(source, signal.SIGKILL)
+        elif self.cell.victim == "resumes late":
+            # It stays stopped; its driver dies, so that another trainer can take over.
+            self.settled(self.b)
+            os.kill(self.world.trainer_pids[0], signal.SIGKILL)
         else:
             # The engine's deadline has passed; others wait for the rank longer than that.
             time.sleep(self.settings.phase_timeout_s + 2.0)
@@ -407,6 +414,8 @@ class _Run:
                 world.drop_node()
             assert kind is not None
             self.b = world.need_engine(kind_for(self.then, kind) if self.then else kind)
+        elif cell.victim == "resumes late":
+            self.repair_before_it_resumes()
         elif cell.victim in OF_TRAINER:
             world.drop_trainers()
             world.need_trainers()
@@ -434,6 +443,37 @@ class _Run:
                 said = f"{type(error).__name__}"
             self.expect(said == label, f"the request that waited at {name} ends with {said}")
         self.judge_leaks(before)
+
+    def repair_before_it_resumes(self) -> None:
+        """Another trainer heals the engines; then the stopped one answers the read at last.
+
+        A sync that is refused for as long as the read may still land is right as well.
+        """
+        world = self.world
+        old, stopped = world.hand_over_trainers()
+        try:
+            world.need_trainers()
+            world.attach(self.settings)
+            label = world.label("healed")
+            first = world.outcomes(world.start_sync(label), self.deadline())[0].error
+            assert world.trainers is not None
+            state = world.trainers.weights()
+            os.kill(stopped, signal.SIGCONT)
+            time.sleep(3.0)
+            if first is not None:
+                self.expect(
+                    isinstance(first, RdtError) and "trainer rank 1" in str(first),
+                    f"healing B fails otherwise than by naming trainer rank 1: {first}",
+                )
+                return
+            for name, served in (("A", world.a), ("B", self.b)):
+                states, versions = self.now(served)
+                if states != ["current"] or versions != [label]:
+                    self.expect(False, f"after healing {name} is {states} {versions}")
+                    continue
+                self.judge_serving(f"after the late answer {name}", served, label, state)
+        finally:
+            world.end_trainers(old, stopped)
 
     def judge_leaks(self, before: _Before) -> None:
         world = self.world

@@ -317,6 +317,20 @@ class World:
             injection.wait_gone(tuple(self.trainer_pids))
         self.trainers, self.trainer_pids = None, []
 
+    def hand_over_trainers(self) -> tuple[Trainers, int]:
+        """The trainers and the process of rank 1, which are the caller's to end from now on."""
+        assert self.trainers is not None
+        old, pid = self.trainers, self.trainer_pids[1]
+        self.trainers, self.trainer_pids = None, []
+        return old, pid
+
+    def end_trainers(self, old: Trainers, pid: int) -> None:
+        """Ends what was handed over."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        old.stop()
+        injection.wait_gone((pid,))
+
     def _wait_unnamed(self, engine: Engine) -> None:
         names = {rank.actor_name for rank in engine.ranks}
         deadline = time.monotonic() + 30
