@@ -94,13 +94,14 @@ def run_cell(world: World, cell: Cell, then: Cell | None = None) -> Result:
     """
     result = Result(cell)
     began = time.monotonic()
+    clean = False
     try:
-        _Run(world, cell, result, then).run()
+        clean = _Run(world, cell, result, then).run()
     except Exception as error:
         result.problems.append(f"{type(error).__name__}: {str(error)[:400]}")
         if os.environ.get("FAULTS_RAISE"):
             raise
-    if result.problems:
+    if not clean:
         world.reset()
     result.took_s = time.monotonic() - began
     return result
@@ -123,7 +124,8 @@ class _Run:
         if not holds:
             self.result.problems.append(otherwise)
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Whether everything was as it should be once it was repaired."""
         world, cell = self.world, self.cell
         self.b = world.need_engine(kind_for(cell, world.kind))
         world.need_trainers()
@@ -137,7 +139,9 @@ class _Run:
         for name, served in (("A", world.a), ("B", self.b)):
             self.judge_engine(name, served, before, new_label, new_state)
         self.collect_garbage()
+        found = len(self.result.problems)
         self.repair_and_check(before)
+        return len(self.result.problems) == found
 
     # Before.
 
