@@ -19,4 +19,9 @@ ruff check .
 printf '[test] mypy\n' >&2
 mypy
 printf '[test] pytest\n' >&2
-exec python -m pytest "$@"
+if (($#)); then
+    exec python -m pytest "$@"
+fi
+# Tests that kill processes have a cluster of their own, and the machine to themselves.
+python -m pytest -m 'not faults'
+exec python -m pytest -m faults

@@ -16,7 +16,7 @@ from sglang_rdt.engine.live_weights import LiveWeights
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.scheduler_control import SchedulerControl
 from sglang_rdt.engine.states import State, WeightState
-from sglang_rdt.engine.sync_request import PAUSE_MODES, Connection, RankStatus, SyncRequest
+from sglang_rdt.engine.sync_request import Connection, RankStatus, SyncRequest
 from sglang_rdt.errors import EngineStateError, RdtError, ReconnectError
 from sglang_rdt.plan.buckets import Target
 
@@ -202,8 +202,12 @@ class RankSession:
             raise EngineStateError(
                 f"{self._who} is in sync {self._request.sync_id} of {self._request.owner}"
             )
-        if request.pause_mode not in PAUSE_MODES:
-            raise EngineStateError(f"{self._who}: no pause mode {request.pause_mode!r}")
+        # A released KV cache does not matter: colocated trainers sync before they resume it.
+        tags = getattr(self._control.scheduler.weight_updater, "offload_tags", None) or ()
+        if "weights" in tags:
+            raise EngineStateError(
+                f"{self._who}: memory is released ({', '.join(sorted(tags))}); resume it first"
+            )
         self._refuse_strangers(request)
         if self._weights_are.state == "current" and self._control.session_open:
             raise EngineStateError(
@@ -215,12 +219,6 @@ class RankSession:
                 f"{self._who}: {len(late)} transfers from {', '.join(sorted(set(late)))} were given up "
                 "and are still under way; they could land in newer weights. They end when that "
                 "process goes on or dies; restart the engine if it does neither"
-            )
-        # A released KV cache does not matter: colocated trainers sync before they resume it.
-        tags = getattr(self._control.scheduler.weight_updater, "offload_tags", None) or ()
-        if "weights" in tags:
-            raise EngineStateError(
-                f"{self._who}: memory is released ({', '.join(sorted(tags))}); resume it first"
             )
 
     def _refuse_strangers(self, request: SyncRequest) -> None:

@@ -328,7 +328,7 @@ def test_a_user_who_continues_during_a_sync_waits_for_its_end(
     until_running(served, 4)
     if paused:
         on_host(served, user, "pause", "retract")
-    held = SyncRequest("held", "host-a:1", "sync")
+    held = SyncRequest("held", "host-a:1", "sync", connection=served.engine.status()[0].connection)
     served.engine.call("begin_sync", held, timeout_s=60, phase="begin")
     try:
         on_host(served, user, "continue")

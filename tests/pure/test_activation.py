@@ -381,7 +381,7 @@ def test_a_bad_setting_is_named_at_import(good_site: Site) -> None:
         "sglang_rdt.errors.SettingError: SGLANG_RDT_VERIFY='crc': expected one of off, checksum, equal"
     )
     done = good_site.run("import megatron_rdt", SGLANG_RDT_VERFIY="off")
-    assert "SGLANG_RDT_VERFIY='off': no such setting" in done.stderr
+    assert "SGLANG_RDT_VERFIY='...': no such setting" in done.stderr
 
 
 def test_the_log_level_is_set(good_site: Site) -> None:

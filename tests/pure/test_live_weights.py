@@ -43,6 +43,9 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> LiveWeights:
             target.copy_(value)
 
     monkeypatch.setattr(live_weights.nixl, "pull", pull)
+    # The real ones start Ray.
+    monkeypatch.setattr(live_weights.nixl, "register", lambda tensors: len(list(tensors)))
+    monkeypatch.setattr(live_weights.nixl, "deregister", lambda tensors: None)
     made = LiveWeights(Model(), "engine tp0")
     made.record(SPECS)
     return made

@@ -1062,7 +1062,7 @@ def test_an_engine_that_cannot_go_on_says_so_and_keeps_the_new_label(engine: Eng
 def test_a_pause_mode_that_does_not_exist_is_refused(engine: Engine, mode: str) -> None:
     for outcome in engine.begin(pause_mode=mode):
         assert isinstance(outcome, EngineStateError)
-        assert "no pause mode" in str(outcome)
+        assert "a sync request with pause_mode" in str(outcome)
     check_running(engine)
 
 
