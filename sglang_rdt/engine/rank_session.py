@@ -15,7 +15,7 @@ from sglang_rdt.engine.direct_reader import DirectReader
 from sglang_rdt.engine.live_weights import LiveWeights
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.scheduler_control import SchedulerControl
-from sglang_rdt.engine.states import State, WeightState
+from sglang_rdt.engine.states import Event, State, WeightState
 from sglang_rdt.engine.sync_request import Connection, RankStatus, SyncRequest
 from sglang_rdt.errors import EngineStateError, RdtError, ReconnectError
 from sglang_rdt.plan.buckets import Target
@@ -330,9 +330,8 @@ class RankSession:
             # Nothing was generated under the new label: the engine is still paused.
             self._attempt("restoring the version", lambda: self._control.set_version(old))
             raise
-        self._weights_are.on("commit", version=version)
         self._syncs += 1
-        self._finish()
+        self._finish("commit", version=version)
 
     def leave_connect(self, sync_id: str) -> None:
         """Ends a ``connect`` session; weights and version are as before."""
@@ -344,8 +343,7 @@ class RankSession:
         else:
             self._agree(self._attempt("ending the session", self._end_open_session))
         self._connection = request.connection
-        self._weights_are.on("leave")
-        self._finish()
+        self._finish("leave")
 
     def _end_open_session(self) -> None:
         if self._control.session_open or not self._control.has_session:
@@ -379,15 +377,15 @@ class RankSession:
         elif not self._weights_are.torn and not broken:
             cause = "after bytes had landed on another rank"
         if clean:
-            self._weights_are.on("abort")
+            self._finish("abort")
         else:
-            self._weights_are.on("tear", detail=f"sync {sync_id} failed {cause}: {why}")
+            self._finish("tear", detail=f"sync {sync_id} failed {cause}: {why}")
             logger.error("%s is dirty and stays paused: %s", self._who, self._weights_are.detail)
-        self._finish()
         return self._weights_are.state
 
-    def _finish(self) -> None:
+    def _finish(self, event: Event, **what: str) -> None:
         self._request = None
+        self._weights_are.on(event, **what)
         self._gate.release()
         if self._weights_are.state != "current" or self._was_paused:
             return
