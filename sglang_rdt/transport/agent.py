@@ -38,6 +38,7 @@ from ray.experimental.rdt.nixl_tensor_transport import (
 
 from sglang_rdt import settings as settings_module
 from sglang_rdt.transport import unfinished
+from sglang_rdt.transport.transfer import Transfer
 from sglang_rdt.transport.waiting import poll
 
 logger = logging.getLogger("sglang_rdt")
@@ -205,14 +206,14 @@ class WeightTransport(NixlTensorTransport):
             shells = [torch.empty(s, dtype=d, device="meta") for s, d in meta.tensor_meta]
             return NixlFetchRequest(obj_id=obj_id, tensors=shells)
         handle, key = self._prepare(obj_id, memory, target_buffers)
-        agent = self.get_nixl_agent()
         # `transport` stays None: the handle is kept, so nothing is cleaned up with the request.
         request = NixlFetchRequest(
             obj_id=obj_id, tensors=target_buffers, xfer_handle=handle, remote_name=memory.agent
         )
         try:
-            if agent.transfer(handle) == "ERR":
-                raise RuntimeError("NIXL refused the transfer")
+            if handle.under_way():
+                raise RuntimeError("the one before, which was given up, is still under way")
+            handle.post()
         except Exception as error:
             self._drop(key)
             raise RayDirectTransportError(f"NIXL transfer from {memory.agent}: {error}") from None
@@ -225,13 +226,9 @@ class WeightTransport(NixlTensorTransport):
         handle = fetch_request.xfer_handle
         if handle is None:
             return fetch_request.tensors
-        agent = self.get_nixl_agent()
         failure: Exception | None = None
         try:
-            done = poll(
-                lambda: agent.check_xfer_state(handle),
-                timeout if timeout >= 0 else float("inf"),
-            )
+            done = poll(handle.state, timeout if timeout >= 0 else float("inf"))
             if not done:
                 failure = TimeoutError(f"NIXL transfer not complete after {timeout} s")
                 self._give_up(fetch_request)
@@ -260,7 +257,7 @@ class WeightTransport(NixlTensorTransport):
         agents = {memory.agent for memory in self._memory.values()} - unfinished.remotes()
         self._memory.clear()
         for handle in handles:
-            _release(handle)
+            handle.release()
         for name in agents:
             # One that is gone already is what was wanted.
             with contextlib.suppress(Exception):
@@ -308,13 +305,7 @@ class WeightTransport(NixlTensorTransport):
         remote = [
             (a, n, memory.device) for a, n in zip(memory.addresses, memory.sizes, strict=True)
         ]
-        handle = agent.initialize_xfer(
-            "READ",
-            agent.get_xfer_descs(local, mem_type=kind),
-            agent.get_xfer_descs(remote, mem_type=memory.kind),
-            memory.agent,
-            b"",
-        )
+        handle = Transfer(agent, memory.agent, local, remote, (kind, memory.kind))
         with self._prepared_lock:
             self._prepared[key] = handle
             old = (
@@ -323,25 +314,20 @@ class WeightTransport(NixlTensorTransport):
                 else None
             )
         if old is not None:
-            _release(old)
+            old.release()
         return handle, key
 
     def _give_up(self, request: NixlFetchRequest) -> None:
         """It may still land: see :mod:`sglang_rdt.transport.unfinished`."""
         with self._prepared_lock:
             self._prepared.pop(_key(request), None)
-        unfinished.keep(
-            f"NIXL agent {request.remote_name}",
-            request.remote_name,
-            self.get_nixl_agent(),
-            request.xfer_handle,
-        )
+        unfinished.keep(f"NIXL agent {request.remote_name}", request.xfer_handle)
 
     def _drop(self, key: tuple[str, tuple[int, ...]]) -> None:
         with self._prepared_lock:
             handle = self._prepared.pop(key, None)
         if handle is not None:
-            _release(handle)
+            handle.release()
 
 
 def _key(request: NixlFetchRequest) -> tuple[str, tuple[int, ...]]:
@@ -350,15 +336,6 @@ def _key(request: NixlFetchRequest) -> tuple[str, tuple[int, ...]]:
 
 def _addresses(tensors: list[torch.Tensor]) -> tuple[int, ...]:
     return tuple(t.data_ptr() for t in tensors)
-
-
-def _release(handle: Any) -> None:
-    # Under way or on a lost connection NIXL may refuse; the handle then stays in its own list of
-    # leaked ones and is released with the agent.
-    try:
-        handle.release()
-    except Exception as error:
-        logger.debug("releasing a NIXL transfer: %s", error)
 
 
 def _backend_options(backend: str) -> dict[str, str]:

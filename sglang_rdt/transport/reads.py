@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from sglang_rdt.errors import DeadlineError, TransportError
 from sglang_rdt.transport import unfinished
+from sglang_rdt.transport.transfer import Transfer
 from sglang_rdt.transport.waiting import poll
 
 Rows = npt.NDArray[np.uint64]
@@ -48,16 +48,13 @@ class PreparedRead:
         self.who = who
         self.nbytes = int(nbytes.sum())
         self.count = len(nbytes)
-        self._agent = transport().get_nixl_agent()
-        self._remote = memory.agent
-        self._under_way = False
         try:
-            self._handle = self._agent.initialize_xfer(
-                "READ",
-                self._agent.get_xfer_descs(_rows(local, nbytes, device), mem_type=kind),
-                self._agent.get_xfer_descs(_rows(remote, nbytes, memory.device), memory.kind),
+            self._transfer = Transfer(
+                transport().get_nixl_agent(),
                 memory.agent,
-                b"",
+                _rows(local, nbytes, device),
+                _rows(remote, nbytes, memory.device),
+                (kind, memory.kind),
             )
         except Exception as error:
             raise TransportError(
@@ -72,15 +69,10 @@ class PreparedRead:
         """
         if self.under_way():
             raise TransportError(f"a read from {self.who} that was given up is still under way")
-        self._under_way = True
         try:
-            state = self._agent.transfer(self._handle)
+            self._transfer.post()
         except Exception as error:
-            self._under_way = False
             raise TransportError(f"reading from {self.who} failed: {error}") from None
-        if state == "ERR":
-            self._under_way = False
-            raise TransportError(f"reading from {self.who} failed: NIXL refused the transfer")
 
     def wait(self, deadline: float, timeout_s: float) -> None:
         """Returns when every byte is there; both sides may change their memory then.
@@ -93,34 +85,22 @@ class PreparedRead:
             TransportError: the transfer failed, or its source is gone.
         """
         try:
-            done = poll(
-                lambda: self._agent.check_xfer_state(self._handle),
-                max(deadline - time.monotonic(), 0.0),
-            )
+            done = poll(self._transfer.state, max(deadline - time.monotonic(), 0.0))
         except Exception as error:
-            self._under_way = False
             raise TransportError(f"reading from {self.who} failed: {error}") from None
         if not done:
             raise DeadlineError(f"reads from {self.who}", "pull", timeout_s)
-        self._under_way = False
 
     def under_way(self) -> bool:
         """Whether it was posted, and has neither completed nor failed."""
-        if self._under_way:
-            try:
-                self._under_way = self._agent.check_xfer_state(self._handle) == "PROC"
-            except Exception:  # it has failed
-                self._under_way = False
-        return self._under_way
+        return self._transfer.under_way()
 
     def release(self) -> None:
         """Gives the handle back, once a transfer under way has ended."""
         if self.under_way():
-            unfinished.keep(self.who, self._remote, self._agent, self._handle)
-            return
-        # One that NIXL keeps is in its list of leaked ones, released with the agent.
-        with contextlib.suppress(Exception):
-            self._handle.release()
+            unfinished.keep(self.who, self._transfer)
+        else:
+            self._transfer.release()
 
 
 def read_all(reads: Sequence[PreparedRead], timeout_s: float) -> int:

@@ -8,58 +8,39 @@ new is written in this process before that.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_rdt.transport.transfer import Transfer
 
 _lock = threading.Lock()
 
 
-@dataclass
-class _Transfer:
-    who: str
-    remote: str
-    agent: Any
-    handle: Any
-
-    def ended(self) -> bool:
-        try:
-            return self.agent.check_xfer_state(self.handle) != "PROC"
-        except Exception:  # it has failed: that is an end
-            return True
+_transfers: list[tuple[str, Transfer]] = []
 
 
-_transfers: list[_Transfer] = []
-
-
-def keep(who: str, remote: str, agent: Any, handle: Any) -> None:
-    """Keeps a transfer that nobody waits for any more.
-
-    Args:
-        who: the other end, for messages. ``remote``: its NIXL agent.
-        agent: this process's NIXL agent. ``handle``: of the transfer.
-    """
+def keep(who: str, transfer: Transfer) -> None:
+    """Keeps a transfer that nobody waits for any more; ``who``: the other end, for messages."""
     with _lock:
-        _transfers.append(_Transfer(who, remote, agent, handle))
+        _transfers.append((who, transfer))
 
 
 def unfinished() -> list[str]:
     """The other ends of transfers that still may write here; those that have ended are released."""
     with _lock:
         left = []
-        for one in _transfers:
-            if one.ended():
-                with contextlib.suppress(Exception):
-                    one.handle.release()
+        for who, transfer in _transfers:
+            if transfer.under_way():
+                left.append((who, transfer))
             else:
-                left.append(one)
+                transfer.release()
         _transfers[:] = left
-        return [one.who for one in left]
+        return [who for who, _ in left]
 
 
 def remotes() -> set[str]:
     """NIXL agents that must not be forgotten yet."""
     unfinished()
     with _lock:
-        return {one.remote for one in _transfers}
+        return {transfer.remote for _, transfer in _transfers}

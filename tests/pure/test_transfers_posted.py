@@ -1,0 +1,112 @@
+"""Transfers: when they are done, and what becomes of those that were given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_rdt.transport import unfinished
+from sglang_rdt.transport.transfer import Transfer
+
+
+class Handle:
+    """One of NIXL's, and what its agent says of it."""
+
+    def __init__(self, state: Any = "PROC") -> None:
+        self.state, self.released, self.posted = state, False, 0
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Agent:
+    """NIXL's, as far as it is asked."""
+
+    def __init__(self) -> None:
+        self.handles: list[Handle] = []
+        self.rows: list[Any] = []
+
+    def get_xfer_descs(self, rows: Any, mem_type: str) -> Any:
+        self.rows.append(np.asarray(rows).tolist())
+        return rows
+
+    def initialize_xfer(self, *_: Any) -> Handle:
+        self.handles.append(Handle())
+        return self.handles[-1]
+
+    def transfer(self, handle: Handle) -> str:
+        handle.posted += 1
+        if isinstance(handle.state, Exception):
+            raise handle.state
+        return "ERR" if handle.state == "ERR" else "PROC"
+
+    def check_xfer_state(self, handle: Handle) -> str:
+        if isinstance(handle.state, Exception):
+            raise handle.state
+        return str(handle.state)
+
+
+GONE = RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+
+def made(remote: str = "a") -> tuple[Transfer, Handle, Handle]:
+    agent = Agent()
+    transfer = Transfer(agent, remote, [(1000, 64, 0)], [(2000, 64, 1)], ("cpu", "cpu"))
+    return transfer, *agent.handles
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    unfinished._transfers.clear()
+    yield
+    unfinished._transfers.clear()
+
+
+def test_behind_each_read_comes_its_last_byte_once_more() -> None:
+    agent = Agent()
+    rows = np.array([(1000, 64, 0), (5000, 8, 0)], dtype=np.uint64)
+    Transfer(agent, "a", rows, [(2000, 72, 1)], ("cpu", "cuda"))
+    assert agent.rows[2:] == [[[5007, 1, 0]], [[2071, 1, 1]]]
+
+
+def test_done_is_done_when_the_byte_behind_it_is() -> None:
+    transfer, whole, byte = made()
+    for _ in range(2):
+        whole.state = byte.state = "PROC"
+        transfer.post()
+        assert transfer.under_way()
+        whole.state = "DONE"
+        assert transfer.state() == "PROC"
+        byte.state = "DONE"
+        assert transfer.state() == "DONE"
+        assert not transfer.under_way()
+    assert (whole.posted, byte.posted) == (2, 2)
+
+
+def test_a_done_that_was_none_is_found() -> None:
+    """What NIXL does of a copy that failed at once."""
+    transfer, whole, byte = made()
+    transfer.post()
+    whole.state, byte.state = "DONE", GONE
+    with pytest.raises(RuntimeError, match="REMOTE_DISCONNECT"):
+        transfer.state()
+    assert not transfer.under_way()
+
+
+@pytest.mark.parametrize("end", ["DONE", "ERR", GONE])
+def test_a_transfer_is_kept_until_it_ends(end: Any) -> None:
+    (first, whole, byte), (second, *_) = made("a"), made("b")
+    for transfer in (first, second):
+        transfer.post()
+    unfinished.keep("trainer rank 0", first)
+    unfinished.keep("trainer rank 1", second)
+    assert unfinished.unfinished() == ["trainer rank 0", "trainer rank 1"]
+    assert unfinished.remotes() == {"a", "b"}
+    whole.state = byte.state = end
+    assert unfinished.unfinished() == ["trainer rank 1"]
+    assert whole.released
+    assert byte.released
+    assert unfinished.remotes() == {"b"}
