@@ -22,6 +22,8 @@ VerifyMode = Literal["off", "checksum", "equal"]
 PauseMode = Literal["retract", "in_place"]
 TransferMode = Literal["auto", "direct", "bucketed"]
 
+# One call of a direct sync is four phases, each with a deadline of its own, and some grace.
+WAITS_PHASES = 5
 # Smaller ones only make calls.
 MIN_BUCKET_BYTES = 1 << 16
 
@@ -236,7 +238,7 @@ class Settings:
     )
     stall_timeout_s: float = _setting(
         "SGLANG_RDT_STALL_TIMEOUT_S",
-        300.0,
+        600.0,
         parse_seconds,
         "An engine that hears nothing for this long in the middle of a sync gives the sync up.",
     )
@@ -322,11 +324,12 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
         raise SettingError(
             "SGLANG_RDT_BUCKET_BYTES", str(settings.bucket_bytes), f"at least {MIN_BUCKET_BYTES}"
         )
-    if settings.stall_timeout_s < settings.phase_timeout_s:
+    if settings.stall_timeout_s < WAITS_PHASES * settings.phase_timeout_s:
         raise SettingError(
             "SGLANG_RDT_STALL_TIMEOUT_S",
             f"{settings.stall_timeout_s:g}",
-            f"an engine would give up before one phase may end ({settings.phase_timeout_s:g} s)",
+            f"an engine would give up while its trainer still waits for others, up to {WAITS_PHASES} "
+            f"phases of {settings.phase_timeout_s:g} s (SGLANG_RDT_PHASE_TIMEOUT_S)",
         )
     return settings
 

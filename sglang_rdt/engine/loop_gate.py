@@ -39,7 +39,7 @@ ARRIVAL_TIMEOUT_S = 10.0
 
 
 # For a sync that comes with no usable stall timeout.
-DEFAULT_STALL_S = 300.0
+DEFAULT_STALL_S = 600.0
 # What settings allow, too.
 _MAX_WAIT_S = 1e9
 

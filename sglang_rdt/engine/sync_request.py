@@ -50,7 +50,7 @@ class SyncRequest:
     purpose: Literal["connect", "sync"]
     pause_mode: str = "retract"
     flush: bool = True
-    stall_timeout_s: float = 300.0
+    stall_timeout_s: float = 600.0
     begin_timeout_s: float = 120.0
     phase_timeout_s: float = 120.0
     connection: Connection | None = None

@@ -133,7 +133,7 @@ VALUES = {
         ["connect_timeout_s", "phase_timeout_s"],
         st.floats(1e-6, 1e4, allow_nan=False),
     ),
-    "stall_timeout_s": st.floats(1e4, 1e8, allow_nan=False),
+    "stall_timeout_s": st.floats(1e5, 1e8, allow_nan=False),
 }
 
 
