@@ -23,7 +23,7 @@ from sglang_rdt.errors import SlicesError
 from sglang_rdt.plan.runs import Runs, Unpack, UnpackRound, direct_runs, unpack_rounds
 from sglang_rdt.plan.specs import ITEMSIZE
 from sglang_rdt.plan.transfers import Transfer
-from sglang_rdt.transport import nixl
+from sglang_rdt.transport import nixl, unfinished
 from sglang_rdt.transport.memory import checked
 from sglang_rdt.transport.reads import PreparedRead, Rows
 from sglang_rdt.transport.scratch import UNREAD, Scratch
@@ -200,7 +200,7 @@ class DirectReader:
             for filling in fillings:
                 for read in filling.reads:
                     read.release()
-            scratch.close()
+            unfinished.close(scratch)
         return differences
 
     def under_way(self) -> list[str]:
@@ -212,7 +212,7 @@ class DirectReader:
         for read in self._reads():
             read.release()
         self._direct, self._fillings = [], []
-        self._scratch.close()
+        unfinished.close(self._scratch)
 
     def _read_in_place(self, source: int, runs: Runs) -> PreparedRead:
         base = np.array([self._weights.address(n) for n in runs.names], dtype=np.uint64)

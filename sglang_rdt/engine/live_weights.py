@@ -102,7 +102,8 @@ class LiveWeights:
         self._forget_sources()
         self._sums = None
         nixl.deregister(self._tensors.values())
-        self.scratch.close()
+        unfinished.close(self.scratch)
+        self.scratch = Scratch(self.device)
 
     def _forget_sources(self) -> None:
         if self._reader is not None:

@@ -141,6 +141,7 @@ class RankSession:
         def run() -> None:
             if self._weights_are.state != "dirty":
                 raise EngineStateError(f"{self._who} is {self._weights_are.state}, not dirty")
+            self._refuse_late_reads()
             self._end_open_session()
             self._control.set_version(version)
 
@@ -213,6 +214,10 @@ class RankSession:
             raise EngineStateError(
                 f"{self._who}: somebody else has a weight-update session open; end it first"
             )
+        self._refuse_late_reads()
+
+    def _refuse_late_reads(self) -> None:
+        """What was given up may still land, in weights that are newer, or that are served."""
         late = self.weights.unfinished()
         if late:
             raise EngineStateError(

@@ -231,7 +231,6 @@ class WeightTransport(NixlTensorTransport):
             done = poll(handle.state, timeout if timeout >= 0 else float("inf"))
             if not done:
                 failure = TimeoutError(f"NIXL transfer not complete after {timeout} s")
-                self._give_up(fetch_request)
         except Exception as error:
             failure = RayDirectTransportError(
                 f"NIXL transfer from {fetch_request.remote_name}: {error}"
@@ -254,11 +253,11 @@ class WeightTransport(NixlTensorTransport):
         with self._prepared_lock:
             handles = list(self._prepared.values())
             self._prepared.clear()
-        agents = {memory.agent for memory in self._memory.values()} - unfinished.remotes()
+        agents = {memory.agent for memory in self._memory.values()}
         self._memory.clear()
         for handle in handles:
-            handle.release()
-        for name in agents:
+            _release(handle)
+        for name in agents - unfinished.remotes():
             # One that is gone already is what was wanted.
             with contextlib.suppress(Exception):
                 self.get_nixl_agent().remove_remote_agent(name)
@@ -314,20 +313,18 @@ class WeightTransport(NixlTensorTransport):
                 else None
             )
         if old is not None:
-            old.release()
+            _release(old)
         return handle, key
-
-    def _give_up(self, request: NixlFetchRequest) -> None:
-        """It may still land: see :mod:`sglang_rdt.transport.unfinished`."""
-        with self._prepared_lock:
-            self._prepared.pop(_key(request), None)
-        unfinished.keep(f"NIXL agent {request.remote_name}", request.xfer_handle)
 
     def _drop(self, key: tuple[str, tuple[int, ...]]) -> None:
         with self._prepared_lock:
             handle = self._prepared.pop(key, None)
         if handle is not None:
-            handle.release()
+            _release(handle)
+
+
+def _release(transfer: Transfer) -> None:
+    unfinished.release(f"NIXL agent {transfer.remote}", transfer)
 
 
 def _key(request: NixlFetchRequest) -> tuple[str, tuple[int, ...]]:

@@ -97,10 +97,7 @@ class PreparedRead:
 
     def release(self) -> None:
         """Gives the handle back, once a transfer under way has ended."""
-        if self.under_way():
-            unfinished.keep(self.who, self._transfer)
-        else:
-            self._transfer.release()
+        unfinished.release(self.who, self._transfer)
 
 
 def read_all(reads: Sequence[PreparedRead], timeout_s: float) -> int:

@@ -2,8 +2,8 @@
 
 A one-sided read cannot be called back: whoever was stopped while it was under way may still deliver
 it minutes later, into weights that have been synced since. And NIXL (1.5) dies of the answer if the
-transfer's handle has been released by then. So its handle is kept until it has ended, and nothing
-new is written in this process before that.
+transfer's handle has been released by then. So its handle, and the scratch memory that it may write
+into, are kept until it has ended, and nothing new is written in this process before that.
 """
 
 from __future__ import annotations
@@ -12,18 +12,33 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sglang_rdt.transport.scratch import Scratch
     from sglang_rdt.transport.transfer import Transfer
 
 _lock = threading.Lock()
 
 
 _transfers: list[tuple[str, Transfer]] = []
+_memory: list[Scratch] = []
 
 
-def keep(who: str, transfer: Transfer) -> None:
-    """Keeps a transfer that nobody waits for any more; ``who``: the other end, for messages."""
+def release(who: str, transfer: Transfer) -> None:
+    """Gives a transfer back: at once, or once it has ended; ``who``: the other end, for messages."""
+    if not transfer.under_way():
+        transfer.release()
+        return
     with _lock:
         _transfers.append((who, transfer))
+
+
+def close(scratch: Scratch) -> None:
+    """Gives scratch memory back: at once, or once no transfer can write into it any more."""
+    late = unfinished()
+    with _lock:
+        if late:
+            _memory.append(scratch)
+            return
+    scratch.close()
 
 
 def unfinished() -> list[str]:
@@ -36,7 +51,11 @@ def unfinished() -> list[str]:
             else:
                 transfer.release()
         _transfers[:] = left
-        return [who for who, _ in left]
+        closing = [] if left else _memory[:]
+        del _memory[: len(closing)]
+    for scratch in closing:
+        scratch.close()
+    return [who for who, _ in left]
 
 
 def remotes() -> set[str]:

@@ -29,6 +29,7 @@ from tests.e2e.steps import SETTINGS, assert_engine_holds, assert_engine_serves
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
+API_KEY, ADMIN_KEY = "key-of-a-user", "key-of-an-admin"
 MODEL = DENSE_TP2.model
 
 # A training program as users write it: stock Megatron, two lines of ours.
@@ -102,6 +103,8 @@ def http_server(model: Path, port: int, log: Path) -> Iterator[None]:
     }
     command = [sys.executable, "-m", "sglang.launch_server"]
     command += cpu.launch_args(str(model), tp_size=1, port=port)
+    # The sync goes over Ray alone: no trainer knows these.
+    command += ["--api-key", API_KEY, "--admin-api-key", ADMIN_KEY]
     with log.open("w") as out:
         process = subprocess.Popen(
             command, env=environ, stdout=out, stderr=out, start_new_session=True
@@ -120,7 +123,7 @@ def _post(port: int, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/generate",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"},
     )
     with urllib.request.urlopen(request, timeout=60) as reply:
         return json.load(reply)
@@ -154,8 +157,15 @@ def test_the_entry_point_alone_serves_an_http_server(
         assert reply["meta_info"]["weight_version"] == "over-http"
         MODEL.save_checkpoint(tmp_path / "end", state)
         assert proof.same_tokens(MODEL, tmp_path / "end", reply["output_ids"], 2.0**-6) is None
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/get_model_info", timeout=60) as info:
-            assert json.load(info)["weight_version"] == "over-http"
+        info = urllib.request.Request(
+            f"http://127.0.0.1:{port}/get_model_info",
+            headers={"Authorization": f"Bearer {API_KEY}"},
+        )
+        with urllib.request.urlopen(info, timeout=60) as answer:
+            assert json.load(answer)["weight_version"] == "over-http"
+    # SGLang prints its arguments; what this package says has no key in it.
+    ours = [line for line in (tmp_path / "server.log").read_text().splitlines() if "_rdt" in line]
+    assert not [line for line in ours if API_KEY in line or ADMIN_KEY in line]
 
 
 def patched_tree(folder: Path) -> Path:

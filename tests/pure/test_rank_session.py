@@ -1088,6 +1088,9 @@ def test_nothing_begins_while_a_read_that_was_given_up_may_still_land(
     for outcome in engine.begin("s1"):
         assert "transfers from trainer rank 1 were given up and are still under way" in str(outcome)
     check_dirty(engine)
+    for outcome in engine.call("accept_weights", "torn"):
+        assert "are still under way" in str(outcome)
+    check_dirty(engine)
     late.clear()
     full_sync(engine, "s2", "v2")
     check_running(engine, "v2")

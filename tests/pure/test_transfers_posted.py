@@ -101,8 +101,8 @@ def test_a_transfer_is_kept_until_it_ends(end: Any) -> None:
     (first, whole, byte), (second, *_) = made("a"), made("b")
     for transfer in (first, second):
         transfer.post()
-    unfinished.keep("trainer rank 0", first)
-    unfinished.keep("trainer rank 1", second)
+    unfinished.release("trainer rank 0", first)
+    unfinished.release("trainer rank 1", second)
     assert unfinished.unfinished() == ["trainer rank 0", "trainer rank 1"]
     assert unfinished.remotes() == {"a", "b"}
     whole.state = byte.state = end
@@ -110,3 +110,32 @@ def test_a_transfer_is_kept_until_it_ends(end: Any) -> None:
     assert whole.released
     assert byte.released
     assert unfinished.remotes() == {"b"}
+
+
+def test_one_that_has_ended_is_released_at_once() -> None:
+    transfer, whole, byte = made()
+    transfer.post()
+    whole.state = byte.state = "DONE"
+    unfinished.release("trainer rank 0", transfer)
+    assert (whole.released, byte.released) == (True, True)
+    assert unfinished.unfinished() == []
+
+
+def test_scratch_memory_outlives_what_may_write_into_it() -> None:
+    class Memory:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    transfer, whole, byte = made()
+    transfer.post()
+    unfinished.release("trainer rank 0", transfer)
+    memory, other = Memory(), Memory()
+    unfinished.close(memory)  # type: ignore[arg-type]
+    assert not memory.closed
+    whole.state = byte.state = "DONE"
+    assert unfinished.unfinished() == []
+    assert memory.closed
+    unfinished.close(other)  # type: ignore[arg-type]
+    assert other.closed
