@@ -87,9 +87,13 @@ class Transfer:
         return "DONE"
 
     def under_way(self) -> bool:
-        """Whether it was posted, and has neither completed nor failed."""
-        with contextlib.suppress(Exception):
-            return self.state() == "PROC"
+        """Whether it was posted, and has neither completed nor failed; for whoever does not wait for
+        it any more: nothing further is posted."""
+        if self._at is not None:
+            with contextlib.suppress(Exception):  # it has failed: that is an end
+                if self._agent.check_xfer_state(self._handles[self._at]) == "PROC":
+                    return True
+            self._at = None
         return False
 
     def release(self) -> None:

@@ -112,6 +112,16 @@ def test_a_transfer_is_kept_until_it_ends(end: Any) -> None:
     assert unfinished.remotes() == {"b"}
 
 
+def test_nothing_follows_a_read_that_was_given_up() -> None:
+    """The byte behind it would be one more late write."""
+    transfer, whole, byte = made()
+    transfer.post()
+    unfinished.release("trainer rank 0", transfer)
+    whole.state = "DONE"
+    assert unfinished.unfinished() == []
+    assert (whole.released, byte.posted) == (True, 0)
+
+
 def test_one_that_has_ended_is_released_at_once() -> None:
     transfer, whole, byte = made()
     transfer.post()
