@@ -39,7 +39,7 @@ def test_a_step_reaches_the_engine(
     served = engines.get(DENSE_TP2)
     group = trainers.get(MODEL, layout, seed=len(case), **options)
     group.attach(SETTINGS.replace(mode=mode), engines=[served.address])
-    first, second = sync_and_check(MODEL, group, served, tmp_path, "bfloat16")
+    first, second = sync_and_check(MODEL, group, served, tmp_path)
     assert (first.version, second.version) == ("1", "2")
     # 25 HF tensors; norms are replicated over the engine's two ranks.
     assert first.nbytes == second.nbytes > 270_000
@@ -54,7 +54,7 @@ def test_small_buckets_cut_large_tensors_and_stay_small(
     bucket = 10_000  # the embedding alone is 32768 bytes per engine rank
     settings = SETTINGS.replace(mode="bucketed", bucket_bytes=bucket, verify="equal")
     group.attach(settings, engines=[served.address])
-    (report,) = sync_and_check(MODEL, group, served, tmp_path, "bfloat16", steps=1)
+    (report,) = sync_and_check(MODEL, group, served, tmp_path, steps=1)
     assert report.verified == "equal"
     staging = group.on_all(lambda rank: (rank.sync.staging_bytes, len(rank.sync._mover._senders)))
     assert sum(senders for _, senders in staging) == 2
@@ -112,7 +112,7 @@ def test_a_users_own_generator_is_a_source(
     group.on_all(lambda rank: rank.sync.sync("generated"))
     state = group.weights()
     assert_engine_holds(MODEL, state, served)
-    assert_engine_serves(MODEL, state, served, "generated", tmp_path / "hf", "bfloat16")
+    assert_engine_serves(MODEL, state, served, "generated", tmp_path / "hf")
 
 
 def test_requests_in_flight_finish_on_the_new_weights(

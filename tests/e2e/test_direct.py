@@ -51,7 +51,7 @@ def test_nothing_is_staged_where_layouts_meet(
         assert facts["staging"] == 0
         assert facts["staged"]["pack"] == facts["staged"]["unpack"] == 0
         assert facts["staged"]["direct"] == facts["nbytes"] > 270_000
-    sync_and_check(MODEL, group, served, tmp_path, "bfloat16")
+    sync_and_check(MODEL, group, served, tmp_path)
 
 
 def test_one_flipped_byte_is_found(engines: EnginePool, trainers: TrainerPool) -> None:
@@ -351,4 +351,4 @@ def test_strided_slices_are_staged(
     group.attach(settings, engines=[served.address])
     facts = group.on_all(_facts)[0]["staged"]
     assert (facts["unpack"] > 0, facts["pack"] > 0) == (case == "unpacked", case != "unpacked")
-    sync_and_check(key.model, group, served, tmp_path, "bfloat16", steps=2)
+    sync_and_check(key.model, group, served, tmp_path, steps=2)

@@ -39,5 +39,5 @@ def test_a_step_reaches_the_engine(
     served = engines.get(key)
     group = trainers.get(key.model, layout, seed=len(case), dtype=getattr(torch, key.dtype))
     group.attach(SETTINGS.replace(verify="equal"), engines=[served.address])
-    first, second = sync_and_check(key.model, group, served, tmp_path, key.dtype)
+    first, second = sync_and_check(key.model, group, served, tmp_path)
     assert first.nbytes == second.nbytes

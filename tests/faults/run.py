@@ -19,8 +19,6 @@ from tests.faults.cells import BEFORE_SYNC, OF_TRAINER, OF_TRANSFER, Cell
 from tests.faults.injection import Fault
 from tests.faults.world import MODEL, SETTINGS, Kind, Outcome, Served, World
 
-# Greedy tokens in bf16: how close two logits may be and still count as a tie.
-_ROUNDING = 2.0**-6
 # So long a request to a paused engine must stay unanswered to count as waiting.
 _WAITS_S = 1.0
 # Slack on deadlines, for a machine that is busy with something else.
@@ -378,7 +376,7 @@ class _Run:
         self.expect(said == label, f"{name}'s reply is labelled {said}, not {label}")
         folder = self.world.folder / "tokens"
         MODEL.save_checkpoint(folder, state)
-        wrong = proof.same_tokens(MODEL, folder, tokens, _ROUNDING)
+        wrong = proof.same_tokens(MODEL, folder, tokens)
         self.expect(wrong is None, f"{name}'s tokens: {wrong}")
 
     def judge_dirty(self, name: str, served: Served, version: str, before: _Before) -> None:
