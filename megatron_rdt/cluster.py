@@ -1,10 +1,9 @@
-"""Joining the Ray cluster from a process that is no Ray worker (plain torchrun)."""
+"""The Ray cluster, as a trainer process sees it."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from sglang_rdt.errors import EngineNotFoundError
+from sglang_rdt.coordinator import ray_cluster
+from sglang_rdt.coordinator.discovery import EVERYWHERE
 from sglang_rdt.settings import Settings
 
 
@@ -14,20 +13,8 @@ def join(settings: Settings, namespace: str | None = None) -> None:
     Raises:
         EngineNotFoundError: there is no cluster to join.
     """
-    import ray
-
-    if ray.is_initialized():
-        return
-    options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-    space = namespace or settings.namespace
-    if space is not None:
-        options["namespace"] = space
-    try:
-        ray.init(address=settings.ray_address, **options)
-    except ConnectionError as error:
-        raise EngineNotFoundError(
-            f"no Ray cluster to join at {settings.ray_address!r} (SGLANG_RDT_RAY_ADDRESS): {error}"
-        ) from None
+    space = settings.namespace if namespace in (None, EVERYWHERE) else namespace
+    ray_cluster.join(settings.ray_address, space)
 
 
 def node_ip() -> str:

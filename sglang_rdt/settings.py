@@ -20,6 +20,7 @@ from sglang_rdt.errors import SettingError
 
 VerifyMode = Literal["off", "checksum", "equal"]
 PauseMode = Literal["retract", "in_place"]
+FailurePolicy = Literal["raise", "log"]
 TransferMode = Literal["auto", "direct", "bucketed"]
 
 # One call of a direct sync is four phases, each with a deadline of its own, and some grace.
@@ -200,6 +201,13 @@ class Settings:
         parse_bool,
         "Connect to engines although another trainer, which still runs, is connected to them; that "
         "one is refused from then on.",
+    )
+    engine_failures: FailurePolicy = _setting(
+        "SGLANG_RDT_ENGINE_FAILURES",
+        "raise",
+        parse_choice("raise", "log"),
+        "What a sync does that reached some engines and not others: `raise` SyncError, or `log` it "
+        "and let training go on. Without any engine it raises.",
     )
     pause_mode: PauseMode = _setting(
         "SGLANG_RDT_PAUSE_MODE",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container
 
     from sglang_rdt.coordinator.failures import Failure
     from sglang_rdt.coordinator.phases import PhaseTimer
@@ -49,9 +49,7 @@ class Mover(Protocol):
         """Registered staging memory of this rank, in bytes."""
         ...
 
-    def move(
-        self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer, verify: str
-    ) -> Moved:
+    def move(self, sync_id: str, given_up: Container[str], timer: PhaseTimer, verify: str) -> Moved:
         """Moves everything to the engines that are not in ``given_up``. Never raises.
 
         Args:
@@ -59,10 +57,10 @@ class Mover(Protocol):
         """
         ...
 
-    def compare(self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer) -> Moved:
+    def compare(self, sync_id: str, given_up: Container[str], timer: PhaseTimer) -> Moved:
         """Compares every byte that was moved with what the engines hold. Never raises."""
         ...
 
     def close(self) -> None:
-        """Gives staging memory, references and registrations back."""
+        """Gives registrations back."""
         ...

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Container, Sequence
+from typing import Literal
 
 import torch
 
@@ -28,8 +28,6 @@ class BucketedMover:
         rank: this trainer rank, for messages.
         source: yields HF tensors; its export is collective.
         specs: what it announced.
-        senders: one per engine rank that this rank serves.
-        engines: names of all engines, for when the export itself fails.
         draws: whether this rank draws the progress bar.
     """
 
@@ -38,17 +36,25 @@ class BucketedMover:
         rank: int,
         source: WeightSource,
         specs: Sequence[TensorSpec],
-        senders: Sequence[RouteSender],
-        engines: Sequence[str],
         *,
         draws: bool,
     ) -> None:
         self._rank = rank
         self._source = source
         self._specs = specs
-        self._senders = list(senders)
-        self._engines = engines
+        self._senders: list[RouteSender] = []
+        self._engines: Sequence[str] = ()
         self._draws = draws
+
+    def follow(self, engines: Sequence[str], senders: Sequence[RouteSender]) -> None:
+        """Serves these from now on.
+
+        Args:
+            engines: names of all engines, for when the export itself fails.
+            senders: one per engine rank that this rank serves.
+        """
+        self._engines = engines
+        self._senders = list(senders)
 
     begins = False
 
@@ -57,13 +63,11 @@ class BucketedMover:
         """Bytes of all buckets."""
         return sum(s.staging_bytes for s in self._senders)
 
-    def move(
-        self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer, verify: str
-    ) -> Moved:
+    def move(self, sync_id: str, given_up: Container[str], timer: PhaseTimer, verify: str) -> Moved:
         """One pass over the model, pulling."""
         return self._pass(sync_id, "pull", given_up, timer, checksum=verify == "checksum")
 
-    def compare(self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer) -> Moved:
+    def compare(self, sync_id: str, given_up: Container[str], timer: PhaseTimer) -> Moved:
         """One pass over the model, comparing."""
         return self._pass(sync_id, "compare", given_up, timer, checksum=False)
 
@@ -71,7 +75,7 @@ class BucketedMover:
         self,
         sync_id: str,
         mode: Literal["pull", "compare"],
-        given_up: Mapping[str, Any],
+        given_up: Container[str],
         timer: PhaseTimer,
         *,
         checksum: bool,
@@ -108,9 +112,7 @@ class BucketedMover:
         return moved
 
     def close(self) -> None:
-        """Gives the buckets back."""
-        for sender in self._senders:
-            sender.close()
+        """Forgets whom it serves; the buckets are their senders' own."""
         self._senders = []
 
 

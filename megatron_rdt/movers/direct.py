@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -36,9 +36,7 @@ class DirectMover:
 
     Args:
         rank: this trainer rank.
-        plan: of all ranks.
         blocks: flat uint8 tensors over this rank's blocks, in the plan's order.
-        senders: for what this rank packs; their pieces name ``block/dtype``.
         coordinator: on rank 0, which drives the engines; None elsewhere.
         verify: whether what is read may be summed up, and is prepared for that.
     """
@@ -46,25 +44,37 @@ class DirectMover:
     def __init__(
         self,
         rank: int,
-        plan: DirectPlan,
         blocks: Sequence[torch.Tensor],
-        senders: Sequence[RouteSender],
         coordinator: Coordinator | None,
         *,
         verify: bool,
     ) -> None:
         self._rank = rank
         self._blocks = list(blocks)
-        self._senders = list(senders)
+        self._senders: list[RouteSender] = []
         self._coordinator = coordinator
+        self._verify = verify
+        self._packs = False
+        self._names: list[str] = []
+        self._engines: list[str] = []
+        self._views: dict[tuple[int, str], torch.Tensor] = {}
+        self._summed: list[tuple[int, str, tuple[Any, ...]]] = []
+        self._sums: Sums[tuple[Any, ...]] | None = None
+
+    def follow(self, plan: DirectPlan, senders: Sequence[RouteSender]) -> None:
+        """Does what ``plan`` says from now on.
+
+        Args:
+            plan: of all ranks.
+            senders: for what this rank packs; their pieces name ``block/dtype``.
+        """
+        self._senders = list(senders)
         # On any rank: an engine that others still send packed slices to must not end its session.
         self._packs = plan.staged_bytes["pack"] > 0
         self._names = [str(t) for t in plan.targets]
         self._engines = [t.engine for t in plan.targets]
-        self._views: dict[tuple[int, str], torch.Tensor] = {}
-        self._summed: list[tuple[int, str, tuple[Any, ...]]] = []
-        self._sums: Sums[tuple[Any, ...]] | None = None
-        if verify:
+        self._summed, self._sums = [], None
+        if self._verify:
             self._prepare_sums(plan)
 
     @property
@@ -77,13 +87,11 @@ class DirectMover:
         """Bytes of the buckets for packed slices."""
         return sum(s.staging_bytes for s in self._senders)
 
-    def move(
-        self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer, verify: str
-    ) -> Moved:
+    def move(self, sync_id: str, given_up: Container[str], timer: PhaseTimer, verify: str) -> Moved:
         """All engine ranks read at once."""
         return self._pass(sync_id, "pull", given_up, timer, verify)
 
-    def compare(self, sync_id: str, given_up: Mapping[str, Any], timer: PhaseTimer) -> Moved:
+    def compare(self, sync_id: str, given_up: Container[str], timer: PhaseTimer) -> Moved:
         """All engine ranks read again, beside what they hold."""
         return self._pass(sync_id, "compare", given_up, timer, "off")
 
@@ -91,7 +99,7 @@ class DirectMover:
         self,
         sync_id: str,
         mode: Literal["pull", "compare"],
-        given_up: Mapping[str, Any],
+        given_up: Container[str],
         timer: PhaseTimer,
         verify: str,
     ) -> Moved:
@@ -101,7 +109,7 @@ class DirectMover:
         began = time.perf_counter()
         started: dict[str, Any] = {}
         if self._coordinator is not None:
-            good = [e for e in self._coordinator.engines if e not in given_up]
+            good = [e for e in self._coordinator.taking_part if e not in given_up]
             if mode == "compare":
                 started = self._coordinator.start_compares(sync_id, good)
             elif self._packs:
@@ -174,7 +182,7 @@ class DirectMover:
         self,
         sync_id: str,
         mode: Literal["pull", "compare"],
-        given_up: Mapping[str, Any],
+        given_up: Container[str],
         moved: Moved,
         timer: PhaseTimer,
         checksum: bool,
@@ -224,16 +232,14 @@ class DirectMover:
             self._summed.append((target, t.param, key))
         self._sums = Sums(list(parts.items()))
 
-    def _sum_up(self, given_up: Mapping[str, Any], moved: Moved) -> None:
+    def _sum_up(self, given_up: Container[str], moved: Moved) -> None:
         values = self._sums.result() if self._sums is not None else {}
         for target, param, key in self._summed:
             if self._engines[target] not in given_up:
                 moved.add_sum(self._names[target], param, values[key])
 
     def close(self) -> None:
-        """Gives staging memory and the registration of the parameters back."""
-        for sender in self._senders:
-            sender.close()
+        """Gives the registration of the parameters back."""
         self._senders = []
         self._views.clear()
         self._sums, self._summed = None, []

@@ -87,20 +87,35 @@ def engines(
         str | None,
         typer.Option(help="host:port of a dirty engine that shall serve the torn weights it has"),
     ] = None,
+    current: Annotated[
+        bool,
+        typer.Option("--current", help="only the addresses of those that requests may go to"),
+    ] = False,
     label: Annotated[
-        str | None, typer.Option(help="the weight version that its replies carry then")
+        str | None,
+        typer.Option(
+            help="with --accept: the weight version that its replies carry then; "
+            "with --current: only those that serve it"
+        ),
     ] = None,
+    all_namespaces: Annotated[
+        bool, typer.Option("--all-namespaces", help="those of every Ray namespace")
+    ] = False,
 ) -> None:
     """The engines in a running Ray cluster, with state and weight version of each rank."""
     from sglang_rdt.cli.engines import accept as accept_weights
-    from sglang_rdt.cli.engines import show
+    from sglang_rdt.cli.engines import show, show_current
 
-    if (accept is None) != (label is None):
-        raise typer.BadParameter("--accept and --label go together")
+    if accept is not None and (label is None or current):
+        raise typer.BadParameter("--accept needs --label, and no --current")
+    if label is not None and accept is None and not current:
+        raise typer.BadParameter("--label goes with --accept or --current")
     if accept is not None and label is not None:
         accept_weights(accept, label, address, namespace)
+    elif current:
+        show_current(address, namespace, all_namespaces, label)
     else:
-        show(address, namespace)
+        show(address, namespace, all_namespaces)
 
 
 @app.command()

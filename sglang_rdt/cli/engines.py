@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from rich.console import Console
 from rich.table import Table
 
 from sglang_rdt import settings as settings_module
-from sglang_rdt.errors import EngineNotFoundError
+from sglang_rdt.coordinator import ray_cluster
 
 
 def _join(address: str | None, namespace: str | None) -> str | None:
@@ -17,46 +15,58 @@ def _join(address: str | None, namespace: str | None) -> str | None:
     Raises:
         EngineNotFoundError: there is no such cluster.
     """
-    import ray
-
     settings = settings_module.load()
     space = namespace or settings.namespace
-    where = address or settings.ray_address
-    try:
-        ray.init(address=where, namespace=space, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise EngineNotFoundError(
-            f"no Ray cluster to join at {where!r}: {str(error).splitlines()[0]}"
-        ) from None
+    ray_cluster.join(address or settings.ray_address, space)
     return space
 
 
-def show(address: str | None, namespace: str | None) -> None:
-    """Prints one row per engine rank.
+def show(address: str | None, namespace: str | None, everywhere: bool) -> None:
+    """Prints one row per engine rank, and one per engine that is not whole.
 
     Raises:
         EngineNotFoundError: there is none; says what there is.
     """
-    from sglang_rdt.coordinator import find_engines
+    from sglang_rdt.coordinator import find_engines, roster
+    from sglang_rdt.coordinator.discovery import EVERYWHERE
 
     space = _join(address, namespace)
     table = Table(
         "engine", "rank", "state", "weight version", "syncs", "trainer", "node", "SGLang", "note"
     )
-    for engine in find_engines(namespace=space):
-        for rank, status in zip(engine.ranks, engine.status(), strict=True):
+    standings = roster(EVERYWHERE if everywhere else space)
+    if not standings:
+        find_engines(namespace=space)  # says what there is instead
+    for name, one in standings.items():
+        for rank in one.engine.ranks if one.engine else ():
+            status = (one.statuses or {}).get(str(rank))
+            connection = getattr(status, "connection", None)
             table.add_row(
-                engine.name,
+                name,
                 str(rank.rank),
-                status.state,
-                status.version,
-                str(status.syncs),
-                status.connection.trainer.where if status.connection else "",
+                getattr(status, "state", one.state),
+                getattr(status, "version", ""),
+                str(getattr(status, "syncs", "")),
+                connection.trainer.where if connection else "",
                 rank.node_ip,
                 rank.sglang_version,
-                status.detail,
+                getattr(status, "detail", "") or (one.why if status is None else ""),
             )
+        if one.engine is None:
+            table.add_row(name, "", one.state, "", "", "", "", "", one.why)
     Console().print(table)
+
+
+def show_current(
+    address: str | None, namespace: str | None, everywhere: bool, label: str | None
+) -> None:
+    """Prints the addresses of engines that requests may go to, one per line."""
+    from sglang_rdt.coordinator import current_engines
+    from sglang_rdt.coordinator.discovery import EVERYWHERE
+
+    space = _join(address, namespace)
+    for name in current_engines(label, namespace=EVERYWHERE if everywhere else space):
+        print(name)
 
 
 def accept(engine: str, version: str, address: str | None, namespace: str | None) -> None:

@@ -2,5 +2,15 @@
 
 from sglang_rdt.coordinator.discovery import engine_at, engine_of, find_engines, resolve_actor
 from sglang_rdt.coordinator.engine import Engine
+from sglang_rdt.coordinator.roster import Standing, current_engines, roster
 
-__all__ = ["Engine", "engine_at", "engine_of", "find_engines", "resolve_actor"]
+__all__ = [
+    "Engine",
+    "Standing",
+    "current_engines",
+    "engine_at",
+    "engine_of",
+    "find_engines",
+    "resolve_actor",
+    "roster",
+]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_rdt.brief import cut, one_line
 from sglang_rdt.errors import DeadlineError, RdtError
+
+# Who was called: an engine rank as text, or (engine, rank).
+Who = TypeVar("Who", str, tuple[str, str])
 
 
 class CallFailures(RdtError):
@@ -96,8 +99,8 @@ def gather(refs: Mapping[str, Any], timeout_s: float, phase: str) -> dict[str, A
 
 
 def settle(
-    refs: Mapping[str, Any], timeout_s: float, phase: str
-) -> tuple[dict[str, Any], dict[str, BaseException]]:
+    refs: Mapping[Who, Any], timeout_s: float, phase: str
+) -> tuple[dict[Who, Any], dict[Who, BaseException]]:
     """Like :func:`gather`, but returns ``(results, failures)``."""
     import ray
 
@@ -105,8 +108,8 @@ def settle(
     waiting: list[Any] = list(refs.values())
     if waiting:
         ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s)
-    results: dict[str, Any] = {}
-    failures: dict[str, BaseException] = {}
+    results: dict[Who, Any] = {}
+    failures: dict[Who, BaseException] = {}
     for who, ref in refs.items():
         try:
             results[who] = ray.get(ref, timeout=max(deadline - time.monotonic(), 0.001))
@@ -114,7 +117,30 @@ def settle(
             # One that the actor raised itself is both: an answer, and no deadline of ours.
             late = isinstance(error, ray.exceptions.GetTimeoutError)
             if late and not isinstance(error, ray.exceptions.RayTaskError):
-                failures[who] = DeadlineError(who, phase, timeout_s)
+                name = who if isinstance(who, str) else str(who[-1])
+                failures[who] = DeadlineError(name, phase, timeout_s)
             else:
                 failures[who] = unwrap(error)
+    return results, failures
+
+
+def settle_each(
+    started: Mapping[str, Mapping[str, Any]], timeout_s: float, phase: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, BaseException]]]:
+    """:func:`settle` of several groups of calls (engine -> who -> reference), all under one
+    deadline: however many do not answer, it passes once.
+
+    Returns:
+        Results of the groups in which every call succeeded, and failures of the others.
+    """
+    flat = {(group, who): ref for group, refs in started.items() for who, ref in refs.items()}
+    answers, errors = settle(flat, timeout_s, phase)
+    results: dict[str, dict[str, Any]] = {}
+    failures: dict[str, dict[str, BaseException]] = {}
+    for group, refs in started.items():
+        failed = {who: errors[group, who] for who in refs if (group, who) in errors}
+        if failed:
+            failures[group] = failed
+        else:
+            results[group] = {who: answers[group, who] for who in refs}
     return results, failures

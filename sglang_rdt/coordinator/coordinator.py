@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_rdt.brief import brief
 from sglang_rdt.coordinator import calls, failures, trainers
-from sglang_rdt.coordinator.engine import Engine
+from sglang_rdt.coordinator.engine import Engine, of_ranks
 from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.engine.states import State
 from sglang_rdt.engine.sync_request import Connection, SyncRequest, Trainer
-from sglang_rdt.errors import EngineStateError, PlanError, VerifyError
+from sglang_rdt.errors import EngineStateError, PlanError, RdtError, VerifyError
 from sglang_rdt.plan.costs import LinkCosts
 from sglang_rdt.plan.direct import DirectPlan, make_direct_plan
 from sglang_rdt.plan.planner import Plan, make_plan
@@ -38,15 +38,20 @@ Expected = Mapping[tuple[str, str], int]
 
 
 class Coordinator:
-    """Drives ``engines``.
+    """Drives the engines that were met.
 
     Args:
         settings: deadlines, pause mode, verification.
         trainer: whom the engines will follow.
     """
 
-    def __init__(self, engines: Sequence[Engine], settings: Settings, trainer: Trainer) -> None:
-        self.engines = {e.name: e for e in engines}
+    def __init__(self, settings: Settings, trainer: Trainer) -> None:
+        # Those that were described; a sync takes place on all of them, or on ``taking_part``.
+        self.engines: dict[str, Engine] = {}
+        self.taking_part: dict[str, Engine] = {}
+        self._layouts: dict[str, list[EngineRankLayout]] = {}
+        # Whoever may think that it follows this trainer, though it was forgotten here.
+        self._followers: dict[str, Engine] = {}
         self._settings = settings
         self._trainer = trainer
         self._connection = Connection(uuid.uuid4().hex, trainer)
@@ -81,16 +86,12 @@ class Coordinator:
             overwrite=overwrite,
         )
 
-    def _may_replace(self, engine: Engine) -> str | None:
+    def _may_replace(self, engine: Engine, statuses: Iterable[Any]) -> str | None:
         """The token of the trainer that was connected to ``engine`` and may be replaced.
 
         Raises:
             EngineStateError: it still runs.
-            CallFailures: naming every rank that does not answer.
         """
-        statuses = engine.call(
-            "rdt_status", timeout_s=self._settings.connect_timeout_s, phase="connect"
-        )
         other = next((c.trainer for s in statuses if (c := s.connection) is not None), None)
         if other is None or other.token == self._trainer.token:
             return None
@@ -111,7 +112,7 @@ class Coordinator:
         not hear of it gives way to the next trainer once this process is gone."""
         refs: dict[str, Any] = {}
         try:
-            for engine in self.engines.values():
+            for engine in self._followers.values():
                 refs.update(engine.start("disconnect", self._trainer.token))
             _, errors = calls.settle(refs, _DISCONNECT_S, "disconnect")
         except Exception as error:  # Ray itself is gone
@@ -119,59 +120,145 @@ class Coordinator:
         for who, problem in errors.items():
             logger.debug("%s: not told that its trainer has closed: %s", who, calls.short(problem))
 
-    def connect(self, trainers: Sequence[TrainerRank]) -> Plan:
-        """Describes the engines, records their loaders, registers their memory, and plans a
-        bucketed sync.
+    def meet(
+        self, engines: Sequence[Engine], specs: Sequence[TensorSpec]
+    ) -> dict[str, BaseException]:
+        """Begins a connect session on each of ``engines``, describes them, records their loaders and
+        registers their memory: all at once.
+
+        The engines stay in their connect session until :meth:`leave` or :meth:`give_up`.
+
+        Returns:
+            Why an engine could not be met; it runs on as it was, and is none of :attr:`engines`.
 
         Raises:
-            PlanError, RecordError, CallFailures: naming every culprit; the engines run on.
+            PlanError: there are no ``specs``.
+        """
+        if not specs:
+            raise PlanError("the trainer exports no tensor", ["every trainer rank reports nothing"])
+        problems: dict[str, BaseException] = {}
+        alive = {e.name: e for e in engines}
+        timeout = self._settings.connect_timeout_s + GRACE_S
+
+        def step(phase: str, start: Callable[[Engine], dict[str, Any]]) -> dict[str, list[Any]]:
+            started = {name: start(engine) for name, engine in alive.items()}
+            results, errors = calls.settle_each(started, timeout, phase)
+            for name, failed in errors.items():
+                problems[name] = calls.CallFailures(phase, failed)
+                del alive[name]
+            return {name: list(answers.values()) for name, answers in results.items()}
+
+        statuses = step("status", lambda e: e.start("rdt_status"))
+        replaced: dict[str, str | None] = {}
+        for name, engine in list(alive.items()):
+            try:
+                replaced[name] = self._may_replace(engine, statuses[name])
+            except RdtError as error:
+                problems[name] = error
+                del alive[name]
+        self._give_up_abandoned(alive, statuses)
+        for name, engine in alive.items():
+            self.engines[name] = self._followers[name] = engine
+            self._connecting[name] = self.new_sync_id("connect")
+        sessions = self._connecting
+        requests = {
+            name: self._request(sessions[name], "connect", replaces=replaced[name])
+            for name in alive
+        }
+        step("begin_sync", lambda e: e.start("begin_sync", requests[e.name]))
+        params = step("describe", lambda e: e.start("describe"))
+        wanted = list(specs)
+        recordings = step("record_load", lambda e: e.start("record_load", sessions[e.name], wanted))
+        step("register_weights", lambda e: e.start("register_weights", sessions[e.name]))
+        for name, engine in alive.items():
+            self._layouts[name] = [
+                EngineRankLayout(rank, tuple(p), r)
+                for rank, p, r in zip(engine.ranks, params[name], recordings[name], strict=True)
+            ]
+        # Ranks that did begin must not stay parked; those that did not will say so.
+        self.give_up(problems)
+        self.taking_part = dict(self.engines)
+        return problems
+
+    def _give_up_abandoned(
+        self, engines: Mapping[str, Engine], statuses: Mapping[str, Sequence[Any]]
+    ) -> None:
+        """An engine that was stopped for a while may be in a sync that this trainer gave up since:
+        it would wait for the rest until its stall timeout."""
+        started = {}
+        for name, engine in engines.items():
+            for status in statuses[name]:
+                mine = status.connection is None or status.connection.trainer == self._trainer
+                if status.sync_id is not None and mine and status.owner == self._trainer.where:
+                    started[name] = engine.start("abort_sync", status.sync_id, "it came too late")
+        calls.settle_each(started, self._settings.phase_timeout_s, "abort")
+
+    def forget(self, engines: Iterable[str]) -> None:
+        """These take part in nothing any more, until they are met again."""
+        for name in list(engines):
+            for kept in (self.engines, self.taking_part, self._layouts, self._connections):
+                kept.pop(name, None)
+
+    def set_aside(self, engines: Iterable[str]) -> dict[str, list[EngineRankLayout]]:
+        """The layouts of these, which no plan is about until they are taken back."""
+        return {name: self._layouts.pop(name) for name in engines}
+
+    def take_back(self, layouts: Mapping[str, list[EngineRankLayout]]) -> None:
+        """See :meth:`set_aside`."""
+        self._layouts.update(layouts)
+
+    def take_part(self, engines: Iterable[str] | None = None) -> None:
+        """Which of the engines syncs are about from now on; default: all."""
+        names = self.engines if engines is None else engines
+        self.taking_part = {name: self.engines[name] for name in names if name in self.engines}
+
+    def plan(self, trainers: Sequence[TrainerRank], previous: Plan | None = None) -> Plan:
+        """Plans a bucketed sync of all engines.
+
+        Raises:
+            PlanError: naming every culprit.
         """
         s = self._settings
-        layouts = self.describe(trainers)
-        self.leave_connect()
-        plan = make_plan(
+        return make_plan(
             trainers,
-            layouts,
+            self._all_layouts(),
             s.bucket_bytes,
             allow_cast=s.allow_cast,
             allow_padding=s.allow_padding,
         )
-        log_casts(plan.casts)
-        return plan
 
-    def connect_direct(self, trainers: Sequence[TrainerRank]) -> DirectPlan:
-        """Like :meth:`connect`, for a direct sync. The engines stay in their connect session, for
-        the trainer ranks to send references and :meth:`prepare_direct` to end it.
+    def plan_direct(
+        self, trainers: Sequence[TrainerRank], previous: DirectPlan | None = None
+    ) -> DirectPlan:
+        """Plans a direct sync of all engines.
+
+        Args:
+            previous: whose transfers stay as they are, for the engines that were in it.
 
         Raises:
-            PlanError, RecordError, CallFailures: naming every culprit; the engines run on.
+            PlanError: naming every culprit.
         """
         s = self._settings
-        costs = LinkCosts.load(s.link_costs) if s.link_costs else LinkCosts()
-        layouts = self.describe(trainers)
-        try:
-            plan = make_direct_plan(
-                trainers,
-                layouts,
-                costs=costs,
-                allow_cast=s.allow_cast,
-                allow_padding=s.allow_padding,
-            )
-        except BaseException as error:
-            self.give_up_connect(calls.short(error))
-            raise
-        log_casts(plan.casts)
-        return plan
+        return make_direct_plan(
+            trainers,
+            self._all_layouts(),
+            costs=LinkCosts.load(s.link_costs) if s.link_costs else LinkCosts(),
+            allow_cast=s.allow_cast,
+            allow_padding=s.allow_padding,
+        )
 
-    def prepare_direct(self, plan: DirectPlan) -> None:
-        """Every engine rank prepares its reads; then the engines go on.
+    def _all_layouts(self) -> list[EngineRankLayout]:
+        return [layout for layouts in self._layouts.values() for layout in layouts]
 
-        Raises:
-            CallFailures: naming every rank that could not; the engines run on.
+    def prepare_direct(self, plan: DirectPlan) -> dict[str, BaseException]:
+        """Every rank of the engines in a connect session prepares its reads.
+
+        Returns:
+            Why an engine could not; it is still in its session.
         """
         s = self._settings
         index = {str(rank): i for i, rank in enumerate(plan.targets)}
-        refs = {}
+        started = {}
         for name, sync_id in self._connecting.items():
             engine = self.engines[name]
             per_rank = [
@@ -182,76 +269,43 @@ class Coordinator:
                 }
                 for rank in engine.ranks
             ]
-            refs.update(engine.start("prepare_direct", sync_id, per_rank=per_rank))
-        calls.gather(refs, s.connect_timeout_s + GRACE_S, "prepare")
-        self._connections = dict(self._connecting)
-        self.leave_connect()
+            started[name] = engine.start("prepare_direct", sync_id, per_rank=per_rank)
+        _, errors = calls.settle_each(started, s.connect_timeout_s + GRACE_S, "prepare")
+        self._connections.update({n: self._connecting[n] for n in started if n not in errors})
+        return {name: calls.CallFailures("prepare", failed) for name, failed in errors.items()}
 
-    def describe(self, trainers: Sequence[TrainerRank]) -> list[EngineRankLayout]:
-        """Begins a connect session on every engine; what its ranks hold and want.
+    def leave(self) -> dict[str, BaseException]:
+        """Ends all connect sessions: the engines go on as they were.
 
-        Raises:
-            PlanError, RecordError, CallFailures: naming every culprit; the engines run on.
-        """
-        specs = {spec.name: spec for t in trainers for spec in t.exports}
-        if not specs:
-            raise PlanError("the trainer exports no tensor", ["every trainer rank reports nothing"])
-        layouts: list[EngineRankLayout] = []
-        for engine in self.engines.values():
-            sync_id = self._connecting[engine.name] = self.new_sync_id("connect")
-            try:
-                params, recordings = self._describe(engine, sync_id, list(specs.values()))
-            except BaseException as error:
-                self.give_up_connect(calls.short(error))
-                raise
-            layouts += [
-                EngineRankLayout(rank, tuple(p), r)
-                for rank, p, r in zip(engine.ranks, params, recordings, strict=True)
-            ]
-        return layouts
-
-    def leave_connect(self) -> None:
-        """Ends the connect sessions: the engines go on as they were.
-
-        Raises:
-            CallFailures: naming every rank that cannot.
+        Returns:
+            Why an engine could not.
         """
         connecting, self._connecting = self._connecting, {}
-        refs: dict[str, Any] = {}
-        for name, sync_id in connecting.items():
-            refs.update(self.engines[name].start("end_sync", sync_id, None))
-        calls.gather(refs, self._settings.phase_timeout_s, "end_sync")
+        started = {
+            name: self.engines[name].start("end_sync", sync_id, None)
+            for name, sync_id in connecting.items()
+        }
+        _, errors = calls.settle_each(started, self._settings.phase_timeout_s, "end_sync")
+        return {name: calls.CallFailures("end_sync", failed) for name, failed in errors.items()}
 
-    def give_up_connect(self, why: str) -> None:
-        """Lets every engine go on that is in a connect session."""
-        connecting, self._connecting = self._connecting, {}
-        # Ranks that did begin must not stay parked; those that did not will say so.
-        refs: dict[str, Any] = {}
-        for name, sync_id in connecting.items():
-            refs.update(
-                self.engines[name].start("abort_sync", sync_id, f"connecting failed: {why}")
+    def give_up(self, engines: Mapping[str, BaseException]) -> None:
+        """Ends the connect sessions of these (engine -> why), and forgets them."""
+        started = {
+            name: self.engines[name].start(
+                "abort_sync",
+                self._connecting.pop(name),
+                f"connecting failed: {calls.short(why)}",
             )
-        calls.settle(refs, self._settings.phase_timeout_s, "abort")
+            for name, why in engines.items()
+            if name in self._connecting
+        }
+        calls.settle_each(started, self._settings.phase_timeout_s, "abort")
+        self.forget(engines)
 
     @property
     def connecting(self) -> Mapping[str, str]:
         """Engine -> its connect session, while it is in one."""
         return self._connecting
-
-    def _describe(
-        self, engine: Engine, sync_id: str, specs: list[TensorSpec]
-    ) -> tuple[list[Any], list[Any]]:
-        timeout = self._settings.connect_timeout_s
-
-        def call(method: str, *args: Any) -> list[Any]:
-            return engine.call(method, *args, timeout_s=timeout + GRACE_S, phase=method)
-
-        replaces = self._may_replace(engine)
-        call("begin_sync", self._request(sync_id, "connect", replaces=replaces))
-        params = call("describe")
-        recordings = call("record_load", sync_id, specs)
-        call("register_weights", sync_id)
-        return params, recordings
 
     def begin(self, sync_id: str, *, overwrite: bool = False) -> dict[str, Failure]:
         """Pauses, flushes and opens a session on every engine at once; failures per engine.
@@ -270,7 +324,7 @@ class Coordinator:
         request = self._request(sync_id, "sync", overwrite=overwrite)
         return {
             name: engine.start("sync_direct", request, self._connections[name], checksum)
-            for name, engine in self.engines.items()
+            for name, engine in self.taking_part.items()
         }
 
     def start_reads(self, sync_id: str, engines: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -298,18 +352,11 @@ class Coordinator:
         Args:
             phase: what was started, for messages.
         """
-        results: dict[str, dict[str, Any]] = {}
-        failed: dict[str, Failure] = {}
-        for name, refs in started.items():
-            # Begin (which settles what it began), pull and finalise in one call, each with a
-            # deadline of its own on the engine.
-            timeout = 4 * self._settings.phase_timeout_s + 3 * GRACE_S
-            answers, errors = calls.settle(refs, timeout, phase)
-            if errors:
-                failed[name] = failures.of_ranks(phase, errors)
-            else:
-                results[name] = answers
-        return results, failed
+        # Begin (which settles what it began), pull and finalise in one call, each with a deadline
+        # of its own on the engine.
+        timeout = 4 * self._settings.phase_timeout_s + 3 * GRACE_S
+        results, errors = calls.settle_each(started, timeout, phase)
+        return results, {name: failures.of_ranks(phase, e) for name, e in errors.items()}
 
     def finalise(
         self, sync_id: str, engines: Sequence[str], *, checksum: bool
@@ -345,9 +392,13 @@ class Coordinator:
             name: self.engines[name].start("abort_sync", sync_id, str(why))
             for name, why in failed.items()
         }
-        for refs in started.values():
-            calls.settle(refs, timeout, "abort")
-        return {name: told(*self.engines[name].state(timeout)) for name in failed}
+        calls.settle_each(started, timeout, "abort")
+        asked = {name: self.engines[name].start("rdt_status") for name in failed}
+        answers, errors = calls.settle_each(asked, timeout, "status")
+        return {
+            name: told(*of_ranks({**answers.get(name, {}), **errors.get(name, {})}))
+            for name in failed
+        }
 
     def _each(
         self,
@@ -357,16 +408,15 @@ class Coordinator:
         on_result: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Failure]:
         # Start everywhere before waiting anywhere: engines work at the same time.
-        chosen = self.engines if engines is None else engines
+        chosen = self.taking_part if engines is None else engines
         started = {name: start(self.engines[name]) for name in chosen}
-        failed: dict[str, Failure] = {}
-        for name, refs in started.items():
-            results, errors = calls.settle(refs, self._settings.phase_timeout_s + GRACE_S, phase)
-            if errors:
-                failed[name] = failures.of_ranks(phase, errors)
-            elif on_result is not None:
-                on_result(results)
-        return failed
+        results, errors = calls.settle_each(
+            started, self._settings.phase_timeout_s + GRACE_S, phase
+        )
+        if on_result is not None:
+            for answers in results.values():
+                on_result(answers)
+        return {name: failures.of_ranks(phase, e) for name, e in errors.items()}
 
 
 def told(state: State, why: str) -> str:

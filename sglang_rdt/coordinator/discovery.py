@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_rdt.brief import brief, cut, one_line
 from sglang_rdt.coordinator import calls
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.engine import names
-from sglang_rdt.errors import AmbiguousEngineError, EngineNotFoundError, NotRayBackendError
+from sglang_rdt.errors import (
+    AmbiguousEngineError,
+    DeadlineError,
+    EngineNotFoundError,
+    NotRayBackendError,
+    RdtError,
+)
 from sglang_rdt.plan.forms import check_identity
 from sglang_rdt.plan.specs import EngineRank
+
+logger = logging.getLogger("sglang_rdt")
 
 _DESCRIBE_TIMEOUT_S = 30.0
 
 
-def _namespace(given: str | None) -> str:
+# In place of a namespace: all of them.
+EVERYWHERE = "*"
+
+
+def namespace_of(given: str | None) -> str:
+    """``given``, SGLANG_RDT_NAMESPACE, or the one of this job: the first that there is."""
     import ray
 
     from sglang_rdt import settings
@@ -27,20 +42,41 @@ def _namespace(given: str | None) -> str:
     return given or settings.load().namespace or ray.get_runtime_context().namespace
 
 
-def _listed(namespace: str) -> tuple[list[tuple[str, names.ActorName]], list[str]]:
-    """Our scheduler actors in ``namespace``, and all others' names with their namespaces."""
+@dataclass(frozen=True)
+class Listed:
+    """A scheduler actor in Ray's table of names."""
+
+    name: str
+    parsed: names.ActorName
+    namespace: str
+
+    @property
+    def engine(self) -> str:
+        """Name of its engine."""
+        return names.engine_id(self.parsed.node, self.parsed.port or 0)
+
+    @property
+    def stable(self) -> bool:
+        """Whether it has the name that this package gives."""
+        return self.parsed.port is not None
+
+    def __str__(self) -> str:
+        return f"{self.name} (namespace {self.namespace!r})"
+
+
+def listed(namespace: str) -> tuple[list[Listed], list[Listed]]:
+    """Scheduler actors in ``namespace``, and all others."""
     import ray.util
 
-    ours, elsewhere = [], []
+    here: list[Listed] = []
+    elsewhere: list[Listed] = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
         parsed = names.parse(entry["name"])
         if parsed is None:
             continue
-        if entry["namespace"] == namespace:
-            ours.append((entry["name"], parsed))
-        else:
-            elsewhere.append(f"{entry['name']} (namespace {entry['namespace']!r})")
-    return ours, elsewhere
+        one = Listed(entry["name"], parsed, entry["namespace"])
+        (here if namespace in (EVERYWHERE, one.namespace) else elsewhere).append(one)
+    return here, elsewhere
 
 
 def resolve_host(host: str) -> set[str]:
@@ -55,6 +91,14 @@ def resolve_host(host: str) -> set[str]:
         return {host}
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What there is: whole engines, ordered by name, and why others are not (name -> error)."""
+
+    engines: tuple[Engine, ...]
+    broken: Mapping[str, RdtError]
+
+
 def find_engines(
     addresses: Sequence[str] | None = None,
     *,
@@ -64,70 +108,149 @@ def find_engines(
     """Engines in ``namespace`` (default: SGLANG_RDT_NAMESPACE, else the job's own).
 
     Args:
-        addresses: ``host:port`` of each engine wanted; default: all there are.
+        namespace: :data:`EVERYWHERE` looks in all of them.
+        addresses: ``host:port`` of each engine wanted; default: all that are whole. Others (still
+            starting, a rank dead or silent) are named in the log.
 
     Raises:
         EngineNotFoundError: none, or one of ``addresses`` is missing, or a part of an engine;
             says what there is instead.
     """
-    import ray
-
-    space = _namespace(namespace)
-    ours, elsewhere = _listed(space)
-    stable = [(name, parsed) for name, parsed in ours if parsed.port is not None]
+    space = namespace_of(namespace)
+    ours, elsewhere = listed(space)
+    wanted = [one for one in ours if one.stable]
     if addresses is not None:
-        stable = _select(stable, addresses, space, elsewhere)
-    if not stable:
-        released = [name for name, parsed in ours if parsed.port is None]
+        wanted = _select(wanted, addresses, space, elsewhere)
+    found = survey(wanted, timeout_s)
+    if found.broken and (addresses is not None or not found.engines):
+        raise _all_of(found.broken)
+    for name, why in found.broken.items():
+        logger.warning("engine %s is left out: %s", name, why)
+    if not found.engines:
+        released = [one.name for one in ours if not one.stable]
         raise EngineNotFoundError(
-            f"no engine found in Ray namespace {space!r}."
+            f"no engine found in {_where(space)}."
             + (f" Scheduler actors without this package: {_some(released)}." if released else "")
             + (f" In other namespaces: {_some(elsewhere)}." if elsewhere else "")
             + " Start SGLang with RayEngine or --use-ray, with sglang-rdt installed, in this cluster"
             " and namespace."
         )
-    handles = {}
-    for name, _ in stable:
+    return list(found.engines)
+
+
+def _where(namespace: str) -> str:
+    return "any Ray namespace" if namespace == EVERYWHERE else f"Ray namespace {namespace!r}"
+
+
+def _all_of(broken: Mapping[str, RdtError]) -> RdtError:
+    if len(broken) == 1:
+        return next(iter(broken.values()))
+    return EngineNotFoundError("; ".join(f"{name}: {why}" for name, why in broken.items()))
+
+
+def survey(actors: Sequence[Listed], timeout_s: float) -> Survey:
+    """Asks ``actors`` who they are; one that does not answer costs its own engine only."""
+    asked = Asked()
+    for one in actors:
+        asked.ask(one)
+    return asked.answers(actors, timeout_s)
+
+
+class Asked:
+    """Questions to actors who they are, and what they answered.
+
+    Kept from one look to the next: an actor that is still starting is asked once, and answers when
+    it is ready.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[tuple[str, str], Any] = {}
+        self._asked: dict[tuple[str, str], Any] = {}
+
+    def ask(self, one: Listed) -> bool:
+        """Asks the actor that has the name now, unless it was asked and has not answered yet;
+        whether it did."""
+        import ray
+
+        key = (one.namespace, one.name)
         try:
-            handles[name] = ray.get_actor(name, namespace=space)
-        except ValueError:
-            continue  # died since it was listed; a missing rank is reported below
-    strangers = [name for name, handle in handles.items() if not hasattr(handle, "rdt_identity")]
-    if strangers:
-        raise EngineNotFoundError(
-            f"actors that are named like engine ranks are none of this package: {_some(strangers)}"
-        )
-    identities, failures = calls.settle(
-        {name: handle.rdt_identity.remote() for name, handle in handles.items()},
-        timeout_s,
-        "identity",
-    )
-    if failures:
-        raise EngineNotFoundError(
-            "engine ranks do not answer: "
-            + "; ".join(f"{who}: {calls.short(error)}" for who, error in failures.items())
-        )
-    return _group([(identity, handles[name]) for name, identity in identities.items()])
+            handle = ray.get_actor(one.name, namespace=one.namespace)
+        except ValueError:  # died since it was listed; a missing rank is reported with its engine
+            self._handles.pop(key, None)
+            self._asked.pop(key, None)
+            return False
+        known = self._handles.get(key)
+        if known is None or getattr(known, "_actor_id", None) != getattr(handle, "_actor_id", 0):
+            self._handles[key] = handle
+            self._asked.pop(key, None)
+        if key in self._asked or not hasattr(handle, "rdt_identity"):
+            return False
+        self._asked[key] = handle.rdt_identity.remote()
+        return True
+
+    def answers(self, actors: Sequence[Listed], timeout_s: float) -> Survey:
+        """Waits for the answers of ``actors``, and puts ranks together to engines. Never raises."""
+        groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for one in actors:
+            groups[one.engine].append((one.namespace, one.name))
+        keys = [key for members in groups.values() for key in members]
+        refs = {key: self._asked[key] for key in keys if key in self._asked}
+        identities, errors = calls.settle(refs, timeout_s, "identity")
+        engines: list[Engine] = []
+        broken: dict[str, RdtError] = {}
+        for engine, members in sorted(groups.items()):
+            spaces = sorted({space for space, _ in members})
+            handles = {key: h for key in members if (h := self._handles.get(key))}
+            strangers = [n for (_, n), h in handles.items() if not hasattr(h, "rdt_identity")]
+            silent = [f"{k[1]}: {calls.short(errors[k])}" for k in handles if k in errors]
+            try:
+                if len(spaces) > 1:
+                    raise AmbiguousEngineError(
+                        f"engines called {engine} are in namespaces {_some(spaces)}; name one"
+                    )
+                if strangers:
+                    raise EngineNotFoundError(
+                        "actors that are named like engine ranks are none of this package: "
+                        + _some(strangers)
+                    )
+                if silent:
+                    raise EngineNotFoundError("engine ranks do not answer: " + "; ".join(silent))
+                if not handles:
+                    raise EngineNotFoundError(f"engine {engine} has died")
+                engines += _group([(identities[k], handle) for k, handle in handles.items()])
+            except RdtError as error:
+                broken[engine] = error
+                # Those that answer are not asked again while others of their engine do not.
+                answered = [key for key in members if not _is_late(errors.get(key))]
+                if len(answered) < len(members):
+                    continue
+            for key in members:
+                self._asked.pop(key, None)  # an answer is of its moment: state, version
+        return Survey(tuple(engines), broken)
+
+
+def _is_late(error: BaseException | None) -> bool:
+    return isinstance(error, DeadlineError)
 
 
 def _select(
-    stable: list[tuple[str, names.ActorName]],
+    stable: Sequence[Listed],
     addresses: Sequence[str],
     namespace: str,
-    elsewhere: list[str],
-) -> list[tuple[str, names.ActorName]]:
-    wanted = []
+    elsewhere: Sequence[Listed],
+) -> list[Listed]:
+    wanted: list[Listed] = []
     for address in addresses:
         try:
             host, port = names.split_address(address)
         except ValueError as error:
             raise EngineNotFoundError(f"engine address: {error}") from None
         hosts = resolve_host(host)
-        matching = [(n, p) for n, p in stable if p.node in hosts and p.port == port]
+        matching = [o for o in stable if o.parsed.node in hosts and o.parsed.port == port]
         if not matching:
-            there = sorted({names.engine_id(p.node, p.port or 0) for _, p in stable})
+            there = sorted({one.engine for one in stable})
             raise EngineNotFoundError(
-                f"no engine at {one_line(address)} in Ray namespace {namespace!r}; "
+                f"no engine at {one_line(address)} in {_where(namespace)}; "
                 + (f"there are: {_some(there, 40)}" if there else "there is none at all")
                 + (f"; in other namespaces: {_some(elsewhere)}" if elsewhere else "")
                 + ". An engine without the Ray back end has no actors and cannot be synced."
@@ -187,11 +310,11 @@ def _check_members(name: str, ranks: Sequence[EngineRank]) -> None:
             )
 
 
-def _some(names_: Sequence[str], count: int = 4) -> str:
+def _some(things: Sequence[object], count: int = 4) -> str:
     """The first few, each in one line of bounded length."""
-    more = len(names_) - count
-    listed = ", ".join(cut(one_line(n), 200) for n in names_[:count])
-    return f"{listed} and {more} more" if more > 0 else listed
+    more = len(things) - count
+    shown = ", ".join(cut(one_line(str(n)), 200) for n in things[:count])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def engine_at(address: str | None = None, *, namespace: str | None = None) -> Engine:
@@ -249,20 +372,21 @@ def resolve_actor(name: str, *, namespace: str | None = None) -> Any:
     """
     import ray
 
-    space = _namespace(namespace)
+    space = namespace_of(namespace)
     parsed = names.parse(name)
     if parsed is None or parsed.port is not None:
         try:
             return ray.get_actor(name, namespace=space)
         except ValueError:
             pass
-    ours, _ = _listed(space)
+    ours, _ = listed(space)
     matches = []
-    for other, found in ours:
-        if other == name:
-            return ray.get_actor(name, namespace=space)
-        if parsed is not None and parsed.port is None and found.rank == parsed.rank and found.port:
-            handle = ray.get_actor(other, namespace=space)
+    for one in ours:
+        if one.name == name:
+            return ray.get_actor(name, namespace=one.namespace)
+        released = parsed is not None and parsed.port is None
+        if released and one.parsed.rank == parsed.rank and one.stable:  # type: ignore[union-attr]
+            handle = ray.get_actor(one.name, namespace=one.namespace)
             identity = ray.get(handle.rdt_identity.remote(), timeout=_DESCRIBE_TIMEOUT_S)
             if identity.released_name == name:
                 matches.append(handle)
@@ -271,8 +395,8 @@ def resolve_actor(name: str, *, namespace: str | None = None) -> Any:
     if matches:
         return matches[0]
     raise EngineNotFoundError(
-        f"no scheduler actor {name!r} in Ray namespace {space!r}; there are: "
-        + (_some(sorted(n for n, _ in ours), 40) or "none")
+        f"no scheduler actor {name!r} in {_where(space)}; there are: "
+        + (_some(sorted(one.name for one in ours), 40) or "none")
     )
 
 

@@ -71,9 +71,18 @@ class Engine:
     def state(self, timeout_s: float = 30.0) -> tuple[State, str]:
         """Its state, and why if it is not ``current``. Route requests only to ``current`` ones."""
         answers, errors = calls.settle(self.start("rdt_status"), timeout_s, "status")
-        lost = {who: RuntimeError(calls.short(error)) for who, error in errors.items()}
-        return of_engine({**answers, **lost})
+        return of_ranks({**answers, **errors})
 
     def status(self, timeout_s: float = 30.0) -> list[Any]:
         """RankStatus of every rank."""
         return self.call("rdt_status", timeout_s=timeout_s, phase="status")
+
+
+def of_ranks(answers: Mapping[str, Any]) -> tuple[State, str]:
+    """State of an engine, and why if it is not ``current``: from the RankStatus of each rank (text),
+    or the error instead of one."""
+    said = {
+        who: RuntimeError(calls.short(a)) if isinstance(a, BaseException) else a
+        for who, a in answers.items()
+    }
+    return of_engine(said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -79,6 +79,21 @@ class SyncReport:
     phases: dict[str, float]
     failures: dict[str, Failure] = field(default_factory=dict)
     verified: str = "off"
+
+    def joined_by(self, second: SyncReport) -> SyncReport:
+        """Both as one: ``second`` went over some engines once more."""
+        kept = {n: f for n, f in self.failures.items() if n not in second.engines}
+        phases = dict(self.phases)
+        for name, seconds in second.phases.items():
+            phases[name] = phases.get(name, 0.0) + seconds
+        return replace(
+            self,
+            engines=(*self.engines, *second.engines),
+            nbytes=self.nbytes + second.nbytes,
+            seconds=second.seconds,
+            phases=phases,
+            failures=kept | second.failures,
+        )
 
     def ordered_phases(self) -> list[tuple[str, float]]:
         """``(phase, seconds)`` in the order in which phases begin."""

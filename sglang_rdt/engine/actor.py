@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -46,6 +47,8 @@ logger = logging.getLogger("sglang_rdt")
 T = TypeVar("T")
 
 _SWITCH_INTERVAL_S = 0.0005
+# Syncs that were given up, by id.
+_REMEMBERED = 64
 # For how long a loop that was parked leaves the GIL to Ray's threads.
 _YIELD_S = 0.001
 
@@ -79,6 +82,7 @@ class RdtSchedulerActor:
         self._gate = LoopGate(who, entry=rank.pp == 0 and rank.tp == 0, vote=self._control.vote)
         self._session = RankSession(self._control, self._gate, who)
         self._stall_timeout_s = settings.stall_timeout_s
+        self._given_up: deque[str] = deque(maxlen=_REMEMBERED)
         self.scheduler._request_dispatcher += TypeBasedDispatcher([(LoopCall, self._on_loop_call)])
         self._guard_control_requests()
         # The event loop spins, and gives the GIL up only when another thread has asked for so
@@ -195,7 +199,7 @@ class RdtSchedulerActor:
             self._session.refuse(request)
 
         def begin() -> None:
-            self._session.begin(request)
+            self._session.begin(request, given_up=request.sync_id in self._given_up)
             self._stall_timeout_s = request.stall_timeout_s
             self._phase_timeout_s = request.phase_timeout_s
 
@@ -414,6 +418,8 @@ class RdtSchedulerActor:
             self._session.require(sync_id)
             return self._session.abort(why)
 
+        # Whether it has begun or not: a process that was stopped gets its calls late, in any order.
+        self._given_up.append(sync_id)
         return self._command(abort, sync_id)
 
     def read_weights(self, names: Sequence[str] | None = None) -> dict[str, Any]:

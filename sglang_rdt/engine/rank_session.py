@@ -57,8 +57,11 @@ class RankSession:
             connection=self._connection,
         )
 
-    def begin(self, request: SyncRequest) -> None:
+    def begin(self, request: SyncRequest, *, given_up: bool = False) -> None:
         """Pause, flush, open SGLang's session: on all ranks or on none.
+
+        Args:
+            given_up: whoever asked for it has given it up since; none of the ranks begins.
 
         Raises:
             EngineStateError, EngineBusyError: nothing changed, the engine runs on.
@@ -67,6 +70,8 @@ class RankSession:
         was_paused, had_session = self._control.paused, self._control.session_open
 
         def prepare() -> None:
+            if given_up:
+                raise EngineStateError(f"{self._who}: sync {request.sync_id} was given up")
             self.refuse(request)
             if not was_paused:
                 self._control.pause(request.pause_mode)

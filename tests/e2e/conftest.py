@@ -124,6 +124,7 @@ def cluster() -> Iterator[None]:
         "test_verify",
         "test_load",
         "test_races",
+        "test_membership",
         "traffic",
         "steps",
     ):

@@ -56,7 +56,9 @@ def test_small_buckets_cut_large_tensors_and_stay_small(
     group.attach(settings, engines=[served.address])
     (report,) = sync_and_check(MODEL, group, served, tmp_path, steps=1)
     assert report.verified == "equal"
-    staging = group.on_all(lambda rank: (rank.sync.staging_bytes, len(rank.sync._mover._senders)))
+    staging = group.on_all(
+        lambda rank: (rank.sync.staging_bytes, len(rank.sync._link._mover._senders))
+    )
     assert sum(senders for _, senders in staging) == 2
     for nbytes, senders in staging:
         assert nbytes <= bucket * senders

@@ -62,7 +62,7 @@ def test_one_flipped_byte_is_found(engines: EnginePool, trainers: TrainerPool) -
     group.on_all(lambda rank: rank.sync.sync("whole"))
 
     def tear(rank: Any) -> str:
-        mover = rank.sync._mover
+        mover = rank.sync._link._mover
         compare = mover.compare
 
         def late(*args: Any) -> Any:
@@ -98,7 +98,7 @@ def test_the_next_step_waits_for_the_sync_under_way(
     before = group.weights()
 
     def overlap(rank: Any) -> dict[str, float]:
-        coordinator = rank.sync._coordinator
+        coordinator = rank.sync._link.coordinator
         if coordinator is not None:
             start = coordinator.start_syncs
 
@@ -154,8 +154,8 @@ def test_a_failed_sync_under_way_stops_the_next_step(
 
     def fail(rank: Any) -> tuple[str, bool]:
         before = [p.detach().clone() for p in rank.trainer.model_chunks[0].parameters()]
-        mover = rank.sync._mover
-        rank.sync._mover = type(
+        mover = rank.sync._link._mover
+        rank.sync._link._mover = type(
             "Broken",
             (),
             {"begins": False, "move": lambda *a: 1 / 0, "close": lambda self: mover.close()},

@@ -134,7 +134,7 @@ def fails(rank: Any, number: int) -> str:
 
 def wrong_checksum(rank: Any, number: int) -> str:
     """The trainer finds another checksum than the engine."""
-    sums = rank.sync._mover._sums
+    sums = rank.sync._link._mover._sums
     run = sums.result
 
     def one_off() -> Any:
@@ -155,7 +155,7 @@ def failing_trainer(rank: Any, number: int) -> str:
     def broken() -> Any:
         raise RuntimeError("no sums today")
 
-    rank.sync._mover._sums.result = broken  # a new connection has a new mover
+    rank.sync._link._mover._sums.result = broken  # a new connection has a new mover
     return fails(rank, number)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -253,6 +254,7 @@ class Engine:
             actor._identity = engine_rank(tp, tp_size=self.size)
             actor._control, actor._gate, actor._session = control, gate, session  # type: ignore[assignment]
             actor._phase_timeout_s = actor._stall_timeout_s = self.phase_timeout_s
+            actor._given_up = deque(maxlen=8)
             self.ranks.append(Rank(actor, control, gate, session, model))
         self.loops = Loops([r.actor._on_loop_call for r in self.ranks])
 

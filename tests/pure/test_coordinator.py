@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +38,32 @@ SETTINGS = Settings(
 ME = Trainer("me", "host:1")
 
 
+def connected(
+    coordinator: Coordinator, engines: Sequence[Any], trainers: Sequence[TrainerRank]
+) -> Plan:
+    """What the trainer's link does on rank 0."""
+    specs = {spec.name: spec for t in trainers for spec in t.exports}
+    for problem in coordinator.meet(engines, list(specs.values())).values():
+        raise problem
+    try:
+        plan = coordinator.plan(trainers)
+    except PlanError as error:
+        coordinator.give_up(dict.fromkeys(coordinator.connecting, error))
+        raise
+    assert coordinator.leave() == {}
+    return plan
+
+
 @dataclass
 class World:
     engine: Engine
+    found: Any
     coordinator: Coordinator
     wire: Wire
     name: str
+
+    def connect(self, trainers: Sequence[TrainerRank] = TRAINERS) -> Plan:
+        return connected(self.coordinator, [self.found], trainers)
 
     def hf(self, fill: float) -> dict[str, torch.Tensor]:
         return {"w": torch.arange(12.0).view(4, 3) + fill, "e": torch.arange(4.0).view(2, 2) - fill}
@@ -71,14 +91,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     engine = Engine(2)
     with ThreadPoolExecutor(8) as pool:
         found = handles(engine, pool)
-        yield World(engine, Coordinator([found], SETTINGS, ME), wire, found.name)
+        yield World(engine, found, Coordinator(SETTINGS, ME), wire, found.name)
         engine.stop()
     assert engine.loops.crashes == []
     assert engine.group.hangs == []
 
 
 def test_a_whole_sync(world: World) -> None:
-    plan = world.coordinator.connect(TRAINERS)
+    plan = world.connect()
     assert world.state() == (["current"] * 2, [False] * 2)
     assert {(r.source, r.target.rank.tp) for r in plan.routes} == {(0, 0), (1, 1)}
     senders = world.senders(plan)
@@ -114,7 +134,7 @@ def test_sync_ids_are_unique_and_readable(world: World) -> None:
 
 
 def test_a_failed_pull_leaves_dirty_and_the_next_sync_repairs(world: World) -> None:
-    plan = world.coordinator.connect(TRAINERS)
+    plan = world.connect()
     senders = world.senders(plan)
     world.wire.fail_pulls[world.wire.pulls + 1] = TransportError("link down")
     assert world.coordinator.begin("s1") == {}
@@ -132,7 +152,7 @@ def test_a_failed_pull_leaves_dirty_and_the_next_sync_repairs(world: World) -> N
 
 
 def test_a_refused_begin_is_reported_by_rank(world: World) -> None:
-    world.coordinator.connect(TRAINERS)
+    world.connect()
     world.engine.ranks[1].control.fail["flush"] = EngineBusyError("3 running")
     failures = world.coordinator.begin("s1")
     assert list(failures) == [world.name]
@@ -145,33 +165,34 @@ def test_a_refused_begin_is_reported_by_rank(world: World) -> None:
 
 
 def test_an_abort_before_any_byte_is_current(world: World) -> None:
-    world.coordinator.connect(TRAINERS)
+    world.connect()
     assert world.coordinator.begin("s1") == {}
     assert world.coordinator.abort("s1", {world.name: "x"}) == {world.name: "current"}
 
 
 def test_a_sync_without_a_connection_says_that_connecting_helps(world: World) -> None:
+    world.coordinator.engines[world.name] = world.found
+    world.coordinator.take_part()
     (failure,) = world.coordinator.begin("s1").values()
     assert failure.reconnect
     assert "is not connected to host:1; connect again" in failure.text
-    world.coordinator.connect(TRAINERS)
+    world.connect()
     assert world.coordinator.begin("s2") == {}
     assert world.coordinator.abort("s2", {world.name: "x"}) == {world.name: "current"}
 
 
 def another(world: World, **changes: Any) -> Coordinator:
     """A coordinator of another trainer, of the same engines."""
-    engines = list(world.coordinator.engines.values())
-    return Coordinator(engines, SETTINGS.replace(**changes), Trainer("other", "host:2"))
+    return Coordinator(SETTINGS.replace(**changes), Trainer("other", "host:2"))
 
 
 def test_two_trainers_on_one_engine_are_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.coordinator.connect(TRAINERS)
+    world.connect()
     monkeypatch.setattr(trainers, "is_there", lambda trainer: True)
     with pytest.raises(EngineStateError, match=r"connected to trainer host:1, which still runs"):
-        another(world).connect(TRAINERS)
+        connected(another(world), [world.found], TRAINERS)
     # The first is not disturbed.
     assert world.coordinator.begin("s1") == {}
     assert world.coordinator.abort("s1", {world.name: "x"}) == {world.name: "current"}
@@ -181,12 +202,12 @@ def test_two_trainers_on_one_engine_are_refused(
 def test_another_trainer_may_follow(
     how: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.coordinator.connect(TRAINERS)
+    world.connect()
     monkeypatch.setattr(trainers, "is_there", lambda trainer: how != "gone")
     if how == "closed":
         world.coordinator.disconnect()
     other = another(world, takeover=how == "taken over")
-    other.connect(TRAINERS)
+    connected(other, [world.found], TRAINERS)
     # Whoever was there before hears of it, and does not take the engine back by itself.
     (failure,) = world.coordinator.begin("s1").values()
     assert not failure.reconnect
@@ -198,7 +219,7 @@ def test_another_trainer_may_follow(
 
 
 def test_an_engine_that_was_overwritten_first_is_dirty_until_it_is_whole(world: World) -> None:
-    plan = world.coordinator.connect(TRAINERS)
+    plan = world.connect()
     senders = world.senders(plan)
     assert world.coordinator.begin("s1", overwrite=True) == {}
     world.move(senders, "s1", world.hf(2))
@@ -215,28 +236,26 @@ def test_an_engine_that_was_overwritten_first_is_dirty_until_it_is_whole(world: 
 
 def test_a_plan_that_does_not_fit_leaves_the_engine_running(world: World) -> None:
     with pytest.raises(PlanError, match="extra"):
-        world.coordinator.connect([trainer(0, [W, E, spec("extra", (3,))])])
+        world.connect([trainer(0, [W, E, spec("extra", (3,))])])
     assert world.state() == (["current"] * 2, [False] * 2)
 
 
 def test_padding_that_the_model_does_not_ask_for_is_refused(world: World) -> None:
-    coordinator = Coordinator(
-        list(world.coordinator.engines.values()), SETTINGS.replace(allow_padding=False), ME
-    )
+    coordinator = Coordinator(SETTINGS.replace(allow_padding=False), ME)
     with pytest.raises(PlanError, match="SGLANG_RDT_ALLOW_PADDING=1"):
-        coordinator.connect(TRAINERS)
+        connected(coordinator, [world.found], TRAINERS)
     assert world.state() == (["current"] * 2, [False] * 2)
 
 
 def test_a_loader_that_refuses_leaves_the_engine_running(world: World) -> None:
     with pytest.raises(CallFailures, match=r"record_load failed.*KeyError: 'e'"):
-        world.coordinator.connect([trainer(0, [W])])
+        world.connect([trainer(0, [W])])
     assert world.state() == (["current"] * 2, [False] * 2)
 
 
 def test_a_trainer_without_tensors_is_refused(world: World) -> None:
     with pytest.raises(PlanError, match="exports no tensor"):
-        world.coordinator.connect([TrainerRank(0, "node", ())])
+        world.connect([TrainerRank(0, "node", ())])
 
 
 def test_engines_fail_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +274,9 @@ def test_engines_fail_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
             return {"w": 1}
 
     some = [Fake("a"), Fake("b", EngineStateError("gone")), Fake("c")]
-    coordinator = Coordinator(some, Settings(), ME)  # type: ignore[arg-type]
+    coordinator = Coordinator(Settings(), ME)
+    coordinator.engines = {one.name: one for one in some}  # type: ignore[misc]
+    coordinator.take_part()
     assert coordinator.begin("s") == {"b": Failure("pause", "b tp0: gone")}
     sums, failures = coordinator.finalise("s", ["a", "c"], checksum=True)
     assert (sums, failures) == ({"a tp0": {"w": 1}, "c tp0": {"w": 1}}, {})
@@ -313,14 +334,43 @@ def test_nothing_reported_is_not_equal() -> None:
 
 def test_a_connect_whose_begin_fails_leaves_nobody_parked(world: World) -> None:
     world.engine.settle_s = 10.0
-    world.coordinator.engines[world.name].actors[1].lost.add("begin_sync")
+    world.found.actors[1].lost.add("begin_sync")
     with pytest.raises(CallFailures):
-        world.coordinator.connect(TRAINERS)
+        world.connect()
     assert world.state() == (["current"] * 2, [False] * 2)
 
 
 def test_no_engines_means_none(world: World) -> None:
-    world.coordinator.connect(TRAINERS)
+    world.connect()
     assert world.coordinator.begin("s1") == {}
     assert world.coordinator.finalise("s1", [], checksum=True) == ({}, {})
     world.coordinator.abort("s1", {world.name: "x"})
+
+
+def test_a_sync_that_was_given_up_does_not_begin_late(world: World) -> None:
+    world.connect()
+    # The engine was stopped: it gets the calls after everybody has given up, the abort first.
+    (state,) = world.coordinator.abort("s1", {world.name: "too late"}).values()
+    assert state == "current"
+    (failure,) = world.coordinator.begin("s1").values()
+    assert "sync s1 was given up" in failure.text
+    assert world.state() == (["current"] * 2, [False] * 2)
+    assert world.coordinator.begin("s2") == {}
+    assert world.coordinator.abort("s2", {world.name: "x"}) == {world.name: "current"}
+
+
+def test_one_that_began_late_is_given_up_when_it_is_met_again(world: World) -> None:
+    world.connect()
+    assert world.coordinator.begin("s1") == {}
+    world.coordinator.forget([world.name])
+    world.connect()
+    assert world.state() == (["current"] * 2, [False] * 2)
+    assert world.coordinator.begin("s2") == {}
+    assert world.coordinator.abort("s2", {world.name: "x"}) == {world.name: "current"}
+
+
+def test_an_engine_that_was_forgotten_is_told_all_the_same(world: World) -> None:
+    world.connect()
+    world.coordinator.forget([world.name])
+    world.coordinator.disconnect()
+    assert world.found.status()[0].connection is None

@@ -333,7 +333,7 @@ def test_a_clean_abort_leaves_the_old_weights_running(engine: Engine) -> None:
     for rank, r in enumerate(engine.ranks):
         assert engine.log(rank) == [*SYNC, "end_session", "resume"]
         assert not r.model.w.any()
-    full_sync(engine)
+    full_sync(engine, "s2")
     check_running(engine, "v1")
 
 

@@ -68,6 +68,7 @@ BAD = {
     "export_every": ["", "-1", "1.5", "often"],
     "verify": ["", "crc", "checksums"],
     "pause_mode": ["abort", ""],
+    "engine_failures": ["ignore", ""],
     "log_level": ["loud"],
 }
 
@@ -127,6 +128,7 @@ VALUES = {
     "verify": st.sampled_from(["off", "checksum", "equal"]),
     "verify_every": st.integers(0, 10**6),
     "pause_mode": st.sampled_from(["retract", "in_place"]),
+    "engine_failures": st.sampled_from(["raise", "log"]),
     "export_every": st.integers(0, 10**9),
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
     **dict.fromkeys(

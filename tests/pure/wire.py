@@ -101,7 +101,9 @@ def settle(
         try:
             results[who] = ref.result(timeout_s)
         except FutureTimeout:
-            failures[who] = DeadlineError(who, phase, timeout_s)
+            failures[who] = DeadlineError(
+                who if isinstance(who, str) else who[-1], phase, timeout_s
+            )
         except Exception as error:
             failures[who] = error
     return results, failures

@@ -84,14 +84,15 @@ def test_any_addresses_among_any_actors() -> None:
     def check(listed: list[str], addresses: list[Any]) -> None:
         good = "sglang_scheduler_node10.0.0.1_port30000_dp0_pp0_tp0"
         parsed = [(n, names.parse(n)) for n in [*listed, good]]
-        stable = [(n, p) for n, p in parsed if p is not None and p.port is not None]
+        known = [discovery.Listed(n, p, "rl") for n, p in parsed if p is not None]
+        stable = [one for one in known if one.stable]
         try:
-            found = discovery._select(stable, addresses, "rl", listed)
+            found = discovery._select(stable, addresses, "rl", known)
         except EngineNotFoundError as error:
             hostile.check_sentence(error, 12_000)
         else:
             assert found
-        assert discovery._select(stable, ["10.0.0.1:30000"], "rl", listed)[-1][0] == good
+        assert discovery._select(stable, ["10.0.0.1:30000"], "rl", known)[-1].name == good
 
     check()
 
