@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +87,29 @@ class Template:
 
     def __len__(self) -> int:
         return len(self.param)
+
+
+def same_holders(one: Holders, two: Holders) -> bool:
+    """Whether every entry lies at the same place of the same trainer ranks."""
+    return one.dtypes == two.dtypes and _same(
+        one, two, ("first", "rank", "block", "offset", "layout", "strides")
+    )
+
+
+def same_template(one: Template, two: Template) -> bool:
+    """Whether two templates over the same holders take the same, for the same parameters. Where
+    these lie differs from process to process."""
+    return [_shown(p) for p in one.params] == [_shown(p) for p in two.params] and _same(
+        one, two, ("param", "entry", "delta", "shape", "dst", "dst_stride")
+    )
+
+
+def _shown(param: ParamSpec) -> tuple[Any, ...]:
+    return param.name, param.shape, param.stride, param.dtype
+
+
+def _same(one: Any, two: Any, names: Sequence[str]) -> bool:
+    return all(np.array_equal(getattr(one, n), getattr(two, n)) for n in names)
 
 
 @dataclass(slots=True)

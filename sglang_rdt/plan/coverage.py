@@ -20,6 +20,7 @@ from sglang_rdt.plan.slices import Box, Slice
 from sglang_rdt.plan.specs import (
     ITEMSIZE,
     LOSSLESS,
+    EngineRank,
     EngineRankLayout,
     ParamSpec,
     TensorSpec,
@@ -247,13 +248,35 @@ def check_dtypes(
     return problems, casts
 
 
+def replica_of(rank: EngineRank) -> int:
+    """Which whole copy of the model an engine rank belongs to, by number. Engines with DP attention
+    have one, of which all ranks hold a part."""
+    return 0 if rank.dp_attention else rank.rank.dp
+
+
 def check_engine(layouts: Sequence[EngineRankLayout], specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Every element of every HF tensor is used by at least one rank of this engine."""
+    """Every element of every HF tensor is used by at least one rank of this engine; of each
+    replica, if it has several. The ranks of one pipeline stage use a part only, and those of all
+    stages together everything."""
+    replicas: dict[int, list[EngineRankLayout]] = defaultdict(list)
+    for layout in layouts:
+        replicas[replica_of(layout.rank)].append(layout)
+    problems = []
+    for number, here in sorted(replicas.items()):
+        one = here[0].rank
+        copies = one.dp_size > 1 and not one.dp_attention
+        who = f"{one.engine} dp{number}" if copies else one.engine
+        problems += _check_replica(here, specs, who)
+    return problems if layouts else _check_replica([], specs, "engine")
+
+
+def _check_replica(
+    layouts: Sequence[EngineRankLayout], specs: Mapping[str, TensorSpec], engine: str
+) -> list[str]:
     used: dict[str, list[Slice]] = defaultdict(list)
     for layout in layouts:
         for want in layout.recording.wants:
             used[want.source].append(want.src)
-    engine = layouts[0].rank.engine if layouts else "engine"
     problems = []
     for name, spec in specs.items():
         if spec.numel == 0:

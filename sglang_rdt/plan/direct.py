@@ -6,19 +6,17 @@ import contextlib
 import gc
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_rdt.plan import coverage, forms, staging
-from sglang_rdt.plan.buckets import pack
-from sglang_rdt.plan.compose import Composer, Holders, Template
+from sglang_rdt.plan.compose import Composer, Holders, Template, same_holders, same_template
 from sglang_rdt.plan.costs import LinkCosts
-from sglang_rdt.plan.planner import Route, refuse, refuse_rounds
-from sglang_rdt.plan.slices import Slice
+from sglang_rdt.plan.distinct import and_others, check_engines, distinct_layouts, target_key
+from sglang_rdt.plan.parts import DirectShare, Parts, axis_of, holder_rows, table
+from sglang_rdt.plan.planner import Route, refuse
 from sglang_rdt.plan.specs import (
     ITEMSIZE,
     EngineRank,
@@ -26,9 +24,8 @@ from sglang_rdt.plan.specs import (
     ParamSpec,
     TensorSpec,
     TrainerRank,
-    Want,
 )
-from sglang_rdt.plan.spread import Pieces, Share, spread
+from sglang_rdt.plan.spread import Pieces, Share, fair_shares, spread
 from sglang_rdt.plan.strided import Ints
 from sglang_rdt.plan.transfers import (
     HOWS,
@@ -41,6 +38,7 @@ from sglang_rdt.plan.transfers import (
 
 __all__ = [
     "DirectPlan",
+    "DirectShare",
     "How",
     "Transfer",
     "check_target_transfers",
@@ -50,25 +48,9 @@ __all__ = [
 
 
 @dataclass(slots=True)
-class _Table:
-    """Transfers as arrays, one row each."""
-
-    param: NDArray[np.int32]
-    entry: NDArray[np.int32]
-    shape: Ints
-    dst: Ints
-    dst_stride: Ints
-    holder: Ints  # row of Holders
-    src: Ints
-    src_stride: Ints
-
-
-@dataclass(slots=True)
 class DirectPlan:
-    """Everything that a direct sync moves.
-
-    Compact: engine ranks with equal parameters and recordings share a template; of each engine
-    rank there are only arrays with one number per part. Transfers are made when asked for.
+    """Everything that a direct sync moves. It stays with whoever made it; each trainer rank is sent
+    its :meth:`share`.
 
     Args:
         targets: the engine ranks; ``target`` below is an index into them.
@@ -77,6 +59,9 @@ class DirectPlan:
         egress: bytes that leave each trainer rank, in the order of ``sources``.
         ingress: bytes that reach each target.
         sources: the trainer ranks' numbers.
+        fair: bytes that would leave each trainer rank if its holders gave equal parts of
+            everything.
+        kept: the targets whose transfers are those that they had in the previous plan.
     """
 
     targets: tuple[EngineRank, ...]
@@ -85,15 +70,18 @@ class DirectPlan:
     sources: tuple[int, ...]
     egress: Ints
     ingress: Ints
-    _holders: Holders
-    _templates: list[Template]
-    _template_of: list[int]
-    _shares: list[Share]
-    _hows: list[staging.Hows]
+    fair: NDArray[np.float64]
+    kept: frozenset[int]
+    _parts: Parts
     _staged: dict[How, int]
     # All parts of all targets by trainer rank: from ``_first[i]`` on those of ``sources[i]``.
     _first: Ints
     _by_source: NDArray[np.int32] = field(repr=False)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines' names, sorted."""
+        return tuple(sorted({t.engine for t in self.targets}))
 
     @property
     def nbytes(self) -> int:
@@ -105,9 +93,17 @@ class DirectPlan:
         """Bytes per sync over all links by how they move."""
         return dict(self._staged)
 
+    @property
+    def unevenness(self) -> float:
+        """How much more the busiest trainer rank sends than the busiest one would if everything
+        were spread evenly; 1 is perfect. Large after many engines have left: then a plan without
+        ``previous`` is worth having."""
+        most = float(self.fair.max(initial=0.0))
+        return float(self.egress.max(initial=0)) / most if most else 1.0
+
     def transfers(self, target: int) -> list[Transfer]:
         """All transfers to one engine rank."""
-        return self._make(target, np.arange(len(self._shares[target].piece)))
+        return self._parts.make(target, np.arange(len(self._parts.shares[target].piece)))
 
     def transfers_from(self, source: int) -> list[tuple[int, Transfer]]:
         """All transfers from the trainer rank with number ``source``, each with its target.
@@ -115,11 +111,12 @@ class DirectPlan:
         Raises:
             KeyError: there is no such trainer rank.
         """
-        return [(target, one) for target, parts in self._parts_from(source) for one in parts]
+        chosen = self._rows_from(source)
+        return [(t, one) for t, parts in chosen.items() for one in self._parts.make(t, parts)]
 
     def sources_of(self, target: int) -> tuple[int, ...]:
         """Numbers of the trainer ranks that an engine rank reads from, ascending."""
-        ranks = np.unique(self._holders.rank[self._holder_rows(target)])
+        ranks = np.unique(self._parts.holders.rank[self._parts.holder_rows(target)])
         return tuple(sorted(self.sources[i] for i in ranks.tolist()))
 
     def packed_routes(self, source: int, bucket_bytes: int) -> tuple[Route, ...]:
@@ -133,106 +130,23 @@ class DirectPlan:
             PlanError: ``bucket_bytes`` makes more than ``MAX_ROUNDS`` rounds.
             SlicesError: not even an element fits.
         """
-        routes = []
-        for target, parts in self._parts_from(source, staging.PACK):
-            wants = [Want(t.param, t.dst, f"{t.block}/{t.src_dtype}", t.src) for t in parts]
-            order = list(dict.fromkeys(w.source for w in wants))
-            params = {p.name: p for p in self._templates[self._template_of[target]].params}
-            rank = self.targets[target]
-            refuse_rounds(rank, sum(t.nbytes for t in parts) // bucket_bytes, bucket_bytes)
-            rounds = pack(wants, order, params, bucket_bytes)
-            refuse_rounds(rank, len(rounds), bucket_bytes)
-            if rounds:
-                routes.append(Route(source, rank, rounds))
-        return tuple(routes)
+        return self._parts.pack(source, self._rows_from(source), bucket_bytes)
 
-    def _parts_from(self, source: int, how: int | None = None) -> list[tuple[int, list[Transfer]]]:
+    def share(self, source: int) -> DirectShare:
+        """What trainer rank ``source`` needs of this plan: plain data, a small part of it.
+
+        Raises:
+            KeyError: there is no such trainer rank.
+        """
+        parts = self._parts.only(source, self._rows_from(source))
+        return DirectShare(source, self.engines, self.nbytes, self.staged_bytes, parts)
+
+    def _rows_from(self, source: int) -> dict[int, NDArray[np.int32]]:
         if source not in self.sources:
             raise KeyError(f"no trainer rank {source} in this plan")
         index = self.sources.index(source)
         target, part = self._by_source[:, self._first[index] : self._first[index + 1]]
-        out = []
-        for t in np.unique(target).tolist():
-            parts = part[target == t]
-            if how is not None:
-                parts = parts[self._hows[t][parts] == how]
-            if len(parts):
-                out.append((t, self._make(t, parts)))
-        return out
-
-    def _holder_rows(self, target: int) -> Ints:
-        return _holder_rows(
-            self._templates[self._template_of[target]], self._shares[target], self._holders
-        )
-
-    def _make(self, target: int, parts: NDArray[np.integer]) -> list[Transfer]:
-        template = self._templates[self._template_of[target]]
-        table = _table(template, self._shares[target], self._holders, parts)
-        holders = self._holders
-        names = [(p.name, p.dtype) for p in template.params]
-        made = []
-        for param, entry, rank, block, shape, dst, dst_stride, src, src_stride, how in zip(
-            table.param.tolist(),
-            table.entry.tolist(),
-            holders.rank[table.holder].tolist(),
-            holders.block[table.holder].tolist(),
-            table.shape.tolist(),
-            table.dst.tolist(),
-            table.dst_stride.tolist(),
-            table.src.tolist(),
-            table.src_stride.tolist(),
-            self._hows[target][parts].tolist(),
-            strict=True,
-        ):
-            dims = [d for d, n in enumerate(shape) if n != 1]
-            sizes = tuple([shape[d] for d in dims])
-            name, dtype = names[param]
-            made.append(
-                Transfer(
-                    self.sources[rank],
-                    block,
-                    Slice(src, sizes, tuple([src_stride[d] for d in dims])),
-                    holders.dtypes[entry],
-                    name,
-                    Slice(dst, sizes, tuple([dst_stride[d] for d in dims])),
-                    dtype,
-                    HOWS[how],
-                )
-            )
-        return made
-
-
-def _holder_rows(template: Template, share: Share, holders: Holders) -> Ints:
-    return holders.first[template.entry[share.piece]] + share.slot
-
-
-def _axis(template: Template) -> NDArray[np.intp]:
-    """The dimension by which each piece is cut: the outermost one of the parameter."""
-    return np.where(template.shape > 1, template.dst_stride, -1).argmax(axis=1)
-
-
-def _table(
-    template: Template, share: Share, holders: Holders, parts: NDArray[np.integer]
-) -> _Table:
-    piece, low, high = share.piece[parts], share.low[parts].astype(np.int64), share.high[parts]
-    axis, row = _axis(template)[piece], np.arange(len(piece))
-    shape, delta = template.shape[piece], template.delta[piece]
-    shape[row, axis] = high - low
-    delta[row, axis] += low
-    entry = template.entry[piece]
-    holder = holders.first[entry] + share.slot[parts]
-    src_stride = holders.strides[holders.layout[holder]]
-    dst_stride = template.dst_stride[piece]
-    return _Table(
-        template.param[piece],
-        entry,
-        shape,
-        template.dst[piece] + low * dst_stride[row, axis],
-        dst_stride,
-        holder,
-        holders.offset[holder] + (delta * src_stride).sum(axis=1),
-        src_stride,
-    )
+        return {t: part[target == t] for t in np.unique(target).tolist()}
 
 
 def make_direct_plan(
@@ -242,19 +156,33 @@ def make_direct_plan(
     costs: LinkCosts | None = None,
     allow_cast: bool = False,
     allow_padding: bool = False,
+    previous: DirectPlan | None = None,
 ) -> DirectPlan:
     """Plans a direct sync of all engine ranks in ``layouts`` out of what ``trainers`` hold.
 
+    With ``previous`` only what has changed is planned: an engine rank that was in it (same engine,
+    instance and rank) and wants the same keeps its transfers, whoever else has joined or left, so
+    that whatever was prepared for them stays good. The others are planned around the load that
+    these put on the trainer ranks. If the trainer holds anything else than it did, or holds it
+    anywhere else, everything is planned afresh.
+
+    Then the load may be less even. By classes of holders (what the same trainer ranks hold), a
+    trainer rank sends no more than what it sends to those who are kept, or 1 +
+    ``spread.TOLERANCE`` of its fair share, whichever is more; what is too small to be cut comes on
+    top, as without ``previous``. So nobody ever sends more than its share of the fullest plan in a
+    row of plans, each made with the one before.
+
     Args:
-        costs: None: the defaults.
+        costs: None: the defaults. Those who are kept are staged as they were.
         allow_cast: whether dtype conversions may lose bits.
         allow_padding: whether loaders may fill up tensors that are smaller than their parameter.
+        previous: the plan that this one follows.
 
     Raises:
         PlanError: naming every culprit; nothing is planned then.
     """
     with _no_collection():
-        return _plan(trainers, layouts, costs or LinkCosts(), allow_cast, allow_padding)
+        return _plan(trainers, layouts, costs or LinkCosts(), allow_cast, allow_padding, previous)
 
 
 @contextlib.contextmanager
@@ -276,10 +204,11 @@ def _plan(
     costs: LinkCosts,
     allow_cast: bool,
     allow_padding: bool,
+    previous: DirectPlan | None,
 ) -> DirectPlan:
     problems = forms.check_trainers(trainers) + forms.check_layouts(layouts)
     refuse(problems)
-    distinct, template_of = _distinct(layouts)
+    distinct, template_of = distinct_layouts(layouts)
     refuse([line for layout in distinct for line in forms.check_layout(layout)])
     specs, problems = coverage.union_of_specs(e for _, e in forms.distinct_exports(trainers))
     like = np.bincount(np.array(template_of, np.int64), minlength=len(distinct)).tolist()
@@ -299,69 +228,132 @@ def _plan(
             templates.append(template)
             found += missing
         found += sizes
-        same = f" (so do {count - 1} engine ranks with the same layout)" if count > 1 else ""
-        problems += [f"{line}{same}" for line in found]
+        problems += [line + and_others(count) for line in found]
         casts += happening
-    problems += _check_engines(layouts, template_of, distinct, specs)
+    problems += check_engines(layouts, template_of, distinct, specs)
     refuse(problems)
-    return _assemble(
-        trainers, layouts, specs, casts, composer.holders, templates, template_of, costs
+    ranks = tuple(one.rank for one in layouts)
+    pieces = _Pieces.of(composer.holders, templates)
+    sources = tuple(t.rank for t in trainers)
+    kept = _kept(previous, sources, composer.holders, templates, ranks, template_of)
+    shares = spread(
+        pieces.classes,
+        pieces.each,
+        template_of,
+        [t.node_ip for t in trainers],
+        [rank.node_ip for rank in ranks],
+        costs.descriptor_bytes,
+        [share for share, _ in kept],
     )
+    parts = Parts(ranks, sources, composer.holders, templates, template_of, shares, [])
+    fair = fair_shares(pieces.classes, pieces.each, template_of, len(trainers))
+    return _assemble(parts, pieces, [how for _, how in kept], specs, casts, fair, costs)
+
+
+_Kept = tuple[Share | None, staging.Hows | None]
+
+
+def _kept(
+    previous: DirectPlan | None,
+    sources: tuple[int, ...],
+    holders: Holders,
+    templates: Sequence[Template],
+    ranks: Sequence[EngineRank],
+    template_of: Sequence[int],
+) -> list[_Kept]:
+    """What each target has from ``previous``, or nothing.
+
+    Whether it is still right is not asked of who reported what but of the outcome: entries that lie
+    at the same place of the same trainer ranks, and a template that takes the same of them.
+    """
+    nothing: list[_Kept] = [(None, None)] * len(ranks)
+    if previous is None or previous.sources != sources:
+        return nothing
+    old = previous._parts
+    if not same_holders(old.holders, holders):
+        return nothing
+    place = {target_key(rank): i for i, rank in enumerate(old.targets)}
+    same: dict[tuple[int, int], bool] = {}
+    out = nothing
+    for t, rank in enumerate(ranks):
+        i = place.get(target_key(rank))
+        if i is None:
+            continue
+        two = old.template_of[i], template_of[t]
+        if two not in same:
+            same[two] = same_template(old.templates[two[0]], templates[two[1]])
+        if same[two]:
+            out[t] = old.shares[i], old.hows[i]
+    return out
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """What :func:`~sglang_rdt.plan.spread.spread` looks at, and the dtypes on either side."""
+
+    classes: list[tuple[int, ...]]
+    each: list[Pieces]
+    items: list[Ints]  # bytes per element of each parameter, by template
+    dtypes: list[Ints]  # numbers, by template
+    src_item: Ints  # of each entry
+    src_dtype: Ints
+
+    @classmethod
+    def of(cls, holders: Holders, templates: Sequence[Template]) -> _Pieces:
+        class_of, classes = holders.classes()
+        names = {d: i for i, d in enumerate(ITEMSIZE)}
+        out = cls(
+            classes,
+            [],
+            [],
+            [],
+            np.array([ITEMSIZE[d] for d in holders.dtypes], np.int64),
+            np.array([names[d] for d in holders.dtypes], np.int64),
+        )
+        for one in templates:
+            # Buffers that no loader writes may have any dtype.
+            out.items.append(np.array([ITEMSIZE.get(p.dtype, 0) for p in one.params], np.int64))
+            out.dtypes.append(np.array([names.get(p.dtype, -1) for p in one.params], np.int64))
+            item = np.minimum(out.items[-1][one.param], out.src_item[one.entry])
+            rows = one.shape[np.arange(len(one)), axis_of(one)]
+            out.each.append(Pieces(class_of[one.entry], one.shape.prod(axis=1) * item, rows))
+        return out
 
 
 def _assemble(
-    trainers: Sequence[TrainerRank],
-    layouts: Sequence[EngineRankLayout],
+    parts: Parts,
+    pieces: _Pieces,
+    kept: Sequence[staging.Hows | None],
     specs: dict[str, TensorSpec],
     casts: Sequence[str],
-    holders: Holders,
-    templates: list[Template],
-    template_of: list[int],
+    fair: NDArray[np.float64],
     costs: LinkCosts,
 ) -> DirectPlan:
-    class_of, classes = holders.classes()
-    src_item = np.array([ITEMSIZE[d] for d in holders.dtypes], np.int64)
-    names = {d: i for i, d in enumerate(ITEMSIZE)}
-    src_dtype = np.array([names[d] for d in holders.dtypes], np.int64)
-    items, dtypes, pieces = [], [], []
-    for one in templates:
-        # Buffers that no loader writes may have any dtype.
-        items.append(np.array([ITEMSIZE.get(p.dtype, 0) for p in one.params], np.int64))
-        dtypes.append(np.array([names.get(p.dtype, -1) for p in one.params], np.int64))
-        item = np.minimum(items[-1][one.param], src_item[one.entry])
-        rows = one.shape[np.arange(len(one)), _axis(one)]
-        pieces.append(Pieces(class_of[one.entry], one.shape.prod(axis=1) * item, rows))
-    shares = spread(
-        classes,
-        pieces,
-        template_of,
-        [t.node_ip for t in trainers],
-        [one.rank.node_ip for one in layouts],
-        costs.descriptor_bytes,
-    )
-    egress, ingress = np.zeros(len(trainers), np.int64), np.zeros(len(layouts), np.int64)
+    """Decides how the parts of those who are not ``kept`` move, and sums everything up."""
+    holders, sources = parts.holders, parts.sources
+    egress, ingress = np.zeros(len(sources), np.int64), np.zeros(len(parts.targets), np.int64)
     staged = np.zeros(len(HOWS), np.int64)
-    hows: list[staging.Hows] = []
     ranks: list[NDArray[np.int32]] = []
     # Engine ranks that differ only in who gives what are decided once.
-    decided: dict[tuple[int, int, bytes], tuple[staging.Hows, Ints]] = {}
-    for number, share in zip(template_of, shares, strict=True):
-        template = templates[number]
-        holder = _holder_rows(template, share, holders)
+    decided: dict[tuple[int, int, int, bytes], tuple[staging.Hows, Ints]] = {}
+    for number, share, how in zip(parts.template_of, parts.shares, kept, strict=True):
+        template = parts.templates[number]
+        holder = holder_rows(template, share, holders)
         ranks.append(holders.rank[holder])
-        key = number, id(share.piece), holders.layout[holder].tobytes()
+        key = number, id(share.piece), id(how), holders.layout[holder].tobytes()
         if key not in decided:
-            table = _table(template, share, holders, np.arange(len(holder)))
-            dst_item, of_item = items[number][table.param], src_item[table.entry]
-            cast = dtypes[number][table.param] != src_dtype[table.entry]
-            how = staging.decide(
-                table.shape, table.dst_stride, table.src_stride, dst_item, of_item, cast, costs
-            )
-            moved = table.shape.prod(axis=1) * np.where(how == staging.PACK, dst_item, of_item)
+            rows = table(template, share, holders, np.arange(len(holder)))
+            dst_item, of_item = pieces.items[number][rows.param], pieces.src_item[rows.entry]
+            if how is None:
+                cast = pieces.dtypes[number][rows.param] != pieces.src_dtype[rows.entry]
+                how = staging.decide(
+                    rows.shape, rows.dst_stride, rows.src_stride, dst_item, of_item, cast, costs
+                )
+            moved = rows.shape.prod(axis=1) * np.where(how == staging.PACK, dst_item, of_item)
             decided[key] = how, moved
         how, moved = decided[key]
-        hows.append(how)
-        ingress[len(hows) - 1] = moved.sum()
+        parts.hows.append(how)
+        ingress[len(parts.hows) - 1] = moved.sum()
         np.add.at(egress, ranks[-1], moved)
         np.add.at(staged, how, moved)
     rank = np.concatenate(ranks) if ranks else np.zeros(0, np.int32)
@@ -369,89 +361,24 @@ def _assemble(
     counts = [len(r) for r in ranks]
     target = np.repeat(np.arange(len(ranks), dtype=np.int32), counts)
     part = np.concatenate([np.arange(n, dtype=np.int32) for n in counts] or [rank])
-    first = np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=len(trainers)))])
+    first = np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=len(sources)))])
     return DirectPlan(
-        targets=tuple(one.rank for one in layouts),
+        targets=parts.targets,
         specs=specs,
         casts=tuple(casts),
-        sources=tuple(t.rank for t in trainers),
+        sources=sources,
         egress=egress,
         ingress=ingress,
-        _holders=holders,
-        _templates=templates,
-        _template_of=template_of,
-        _shares=shares,
-        _hows=hows,
+        fair=fair,
+        kept=frozenset(t for t, how in enumerate(kept) if how is not None),
+        _parts=parts,
         _staged=dict(zip(HOWS, staged.tolist(), strict=True)),
         _first=first.astype(np.int64),
         _by_source=np.stack([target[order], part[order]]),
     )
 
 
-# Proofs, once per distinct thing.
-
-
-_FLAT = attrgetter(
-    "param",
-    "dst.offset",
-    "dst.shape",
-    "dst.stride",
-    "source",
-    "src.offset",
-    "src.shape",
-    "src.stride",
-)
-
-_PARAM = attrgetter("name", "shape", "stride", "dtype")
-
-
-def _distinct(layouts: Sequence[EngineRankLayout]) -> tuple[list[EngineRankLayout], list[int]]:
-    """The layouts that differ in parameters or recording, and of each layout which it is."""
-    distinct: list[EngineRankLayout] = []
-    seen: dict[Any, list[tuple[list[Any], int]]] = defaultdict(list)
-    numbers = []
-    for layout in layouts:
-        try:
-            wants = tuple(map(_FLAT, layout.recording.wants))
-            # Addresses differ from process to process; what counts is who shares memory with whom.
-            order: dict[int, int] = {}
-            params = [
-                (order.setdefault(p.storage, len(order)), p.offset, p.buffer, *_PARAM(p))
-                for p in layout.params
-            ]
-            flat = [wants, layout.recording.constants, layout.recording.padding, params]
-            bucket = seen[hash(wants)]
-            number = next((n for known, n in bucket if known == flat), None)
-        except (AttributeError, TypeError, ValueError):
-            # No recording at all: like no other, and refused when it is looked at.
-            flat, bucket, number = [], [], None
-        if number is None:
-            number = len(distinct)
-            distinct.append(layout)
-            bucket.append((flat, number))
-        numbers.append(number)
-    return distinct, numbers
-
-
-def _check_engines(
-    layouts: Sequence[EngineRankLayout],
-    template_of: Sequence[int],
-    distinct: Sequence[EngineRankLayout],
-    specs: dict[str, TensorSpec],
-) -> list[str]:
-    engines: dict[str, list[int]] = {}
-    for layout, number in zip(layouts, template_of, strict=True):
-        engines.setdefault(layout.rank.engine, []).append(number)
-    problems: list[str] = []
-    seen: set[tuple[int, ...]] = set()
-    for engine, numbers in engines.items():
-        key = tuple(sorted(set(numbers)))
-        if key in seen:
-            continue
-        seen.add(key)
-        here = [replace(distinct[n], rank=replace(distinct[n].rank, engine=engine)) for n in key]
-        problems += coverage.check_engine(here, specs)
-    return problems
+# Proofs, once per distinct layout.
 
 
 def _check_memory(layout: EngineRankLayout, specs: dict[str, TensorSpec]) -> list[str]:

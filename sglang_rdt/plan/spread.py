@@ -5,6 +5,8 @@ none gives more than ``1 + TOLERANCE`` of its fair share. An engine rank gets a 
 one holder where that comes out even; the engine ranks that are left over get theirs from all
 holders that have room, piece by piece, large pieces cut by rows. Holders on the engine rank's own
 node come first, then those that serve it anyway.
+
+Engine ranks whose shares are given keep them; the others are dealt out around these.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ def spread(
     trainer_nodes: Sequence[str],
     target_nodes: Sequence[str],
     min_cut: int = 1,
+    kept: Sequence[Share | None] = (),
 ) -> list[Share]:
     """One share per engine rank.
 
@@ -74,10 +77,47 @@ def spread(
         template_of: index into ``templates`` of each engine rank.
         trainer_nodes, target_nodes: where the trainer ranks and the engine ranks run.
         min_cut: bytes; a part of this size or less is not worth a source of its own.
+        kept: of each engine rank the share that it keeps, or None; empty: none keeps any.
     """
     return _Spreader(
-        classes, templates, template_of, trainer_nodes, target_nodes, max(min_cut, 1)
+        classes, templates, template_of, trainer_nodes, target_nodes, max(min_cut, 1), kept
     ).run()
+
+
+def fair_shares(
+    classes: Sequence[tuple[int, ...]],
+    templates: Sequence[Pieces],
+    template_of: Sequence[int],
+    trainers: int,
+) -> NDArray[np.float64]:
+    """What each trainer rank would give if the holders of each class gave equal parts of it."""
+    return _fair(
+        [np.array(c, np.int64) for c in classes],
+        _totals(_bytes(classes, templates), template_of),
+        trainers,
+    )
+
+
+def _bytes(classes: Sequence[tuple[int, ...]], templates: Sequence[Pieces]) -> Ints:
+    """By template and class."""
+    out = np.zeros((len(templates), len(classes)), np.int64)
+    for i, one in enumerate(templates):
+        np.add.at(out[i], one.cls, one.nbytes)
+    return out
+
+
+def _totals(nbytes: Ints, template_of: Sequence[int]) -> Ints:
+    """By class, over all engine ranks."""
+    uses = np.bincount(np.array(template_of, np.int64), minlength=len(nbytes))
+    total: Ints = uses @ nbytes
+    return total
+
+
+def _fair(members: Sequence[NDArray[np.int64]], totals: Ints, trainers: int) -> NDArray[np.float64]:
+    fair = np.zeros(trainers)
+    for mine, total in zip(members, totals, strict=True):
+        fair[mine] += total / len(mine)
+    return fair
 
 
 class _Spreader:
@@ -91,6 +131,7 @@ class _Spreader:
         trainer_nodes: Sequence[str],
         target_nodes: Sequence[str],
         min_cut: int,
+        kept: Sequence[Share | None],
     ) -> None:
         self.members = [np.array(c, np.int64) for c in classes]
         self.templates = templates
@@ -100,15 +141,15 @@ class _Spreader:
         nodes = [number.setdefault(n, len(number)) for n in (*trainer_nodes, *target_nodes)]
         self.node = np.array(nodes[: len(trainer_nodes)], np.int64)
         self.target_node = nodes[len(trainer_nodes) :]
-        # Bytes by template and class, then by class over all engine ranks.
-        self.bytes = np.zeros((len(templates), len(classes)), np.int64)
-        for i, one in enumerate(templates):
-            np.add.at(self.bytes[i], one.cls, one.nbytes)
-        uses = np.bincount(np.array(template_of, np.int64), minlength=len(templates))
-        self.total = uses @ self.bytes
-        self.fair = np.zeros(len(trainer_nodes))
-        for members, total in zip(self.members, self.total, strict=True):
-            self.fair[members] += total / len(members)
+        self.bytes = _bytes(classes, templates)
+        self.total = _totals(self.bytes, template_of)
+        self.fair = _fair(self.members, self.total, len(trainer_nodes))
+        self.kept = list(kept) or [None] * len(target_nodes)
+        # Bytes that are given away already, by class and place in it.
+        self.used = [np.zeros(len(m)) for m in self.members]
+        for t, share in enumerate(self.kept):
+            if share is not None:
+                self._use(templates[template_of[t]], share)
         # By how much each trainer rank gives less than the fair shares dealt so far.
         self.carry = np.zeros(len(trainer_nodes))
         self.serves = np.zeros((len(target_nodes), len(trainer_nodes)), np.bool_)
@@ -130,18 +171,30 @@ class _Spreader:
             key=lambda c: (not alone[c], -int(self.total[c]), tuple(self.members[c])),
         )
         for c in order:
-            targets = np.flatnonzero(self.bytes[self.template_of, c]).tolist()
+            targets = [
+                t
+                for t in np.flatnonzero(self.bytes[self.template_of, c]).tolist()
+                if self.kept[t] is None
+            ]
             if alone[c]:
                 self.serves[targets, self.members[c][0]] = True
-            elif targets:
+            else:
                 self._deal(c, targets)
-        return [self._share(t) for t in range(len(self.target_node))]
+        return [kept or self._share(t) for t, kept in enumerate(self.kept)]
+
+    def _use(self, pieces: Pieces, share: Share) -> None:
+        cls = pieces.cls[share.piece]
+        nbytes = (share.high.astype(np.int64) - share.low) * pieces.row_bytes[share.piece]
+        first = np.cumsum([0, *(len(used) for used in self.used)])
+        flat = np.bincount(first[cls] + share.slot, nbytes, first[-1])
+        for used, low, high in zip(self.used, first[:-1], first[1:], strict=True):
+            used += flat[low:high]
 
     def _deal(self, c: int, targets: list[int]) -> None:
         members = self.members[c]
         fair = float(self.total[c]) / len(members)
-        self.carry[members] += fair
-        room = np.full(len(members), fair * (1 + TOLERANCE))
+        self.carry[members] += fair - self.used[c]
+        room = fair * (1 + TOLERANCE) - self.used[c]
         size = {t: int(self.bytes[self.template_of[t], c]) for t in targets}
         # Same node first, for all targets, so that a later one does not lose its neighbour.
         todo = sorted(targets, key=lambda t: (-size[t], t))

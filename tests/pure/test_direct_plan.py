@@ -93,8 +93,8 @@ def plan_of(shape: Shape, cut: Cut, tp: int = 2, ep: int = 1, **more: bool) -> D
 def test_engines_of_one_shape_share_their_templates() -> None:
     plan = plan_of(Shape(), Cut(tp=2, dp=2), tp=4)
     assert len(plan.targets) == 8
-    assert len(plan._templates) == 4
-    assert plan._shares[0].piece is plan._shares[4].piece
+    assert len(plan._parts.templates) == 4
+    assert plan._parts.shares[0].piece is plan._parts.shares[4].piece
 
 
 def test_a_plan_survives_pickling_and_is_the_same_every_time() -> None:
@@ -294,7 +294,7 @@ def test_only_who_shares_memory_with_whom_tells_engine_ranks_apart() -> None:
     alone = layout([replace(PARAM, storage=7)], [copy(PARAM, s)], rank=engine_rank(engine="a"))
     moved = layout([replace(PARAM, storage=8)], [copy(PARAM, s)], rank=engine_rank(engine="b"))
     trainers = [TrainerRank(0, "n", (s,), {}, (Block("w", 96),), holder().holds)]
-    assert len(make_direct_plan(trainers, [alone, moved])._templates) == 1
+    assert len(make_direct_plan(trainers, [alone, moved])._parts.templates) == 1
     tied, apart = (
         layout([PARAM, replace(PARAM, name="q", storage=n)], [copy(PARAM, s)])
         for n in (PARAM.storage, -1)
@@ -602,7 +602,7 @@ def test_a_small_copy_of_a_large_model() -> None:
     size = scale.Size(layers=4, experts=16, trainers=16, pp=2, tp=4, ep=4, engines=3, engine_tp=4)
     trainers, layouts = scale.trainers(size), scale.engines(size)
     plan = make_direct_plan(trainers, layouts)
-    assert len(plan._templates) == 4
+    assert len(plan._parts.templates) == 4
     for target, one in enumerate(layouts):
         wanted = wanted_elements(one.recording.wants)
         check_target_transfers(one.params, plan.transfers(target), wanted)
