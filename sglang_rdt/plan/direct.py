@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +12,13 @@ from numpy.typing import NDArray
 from sglang_rdt.plan import coverage, forms, staging
 from sglang_rdt.plan.compose import Composer, Holders, Template, same_holders, same_template
 from sglang_rdt.plan.costs import LinkCosts
-from sglang_rdt.plan.distinct import and_others, check_engines, distinct_layouts, target_key
+from sglang_rdt.plan.distinct import (
+    and_others,
+    check_engines,
+    distinct_layouts,
+    no_collection,
+    target_key,
+)
 from sglang_rdt.plan.parts import DirectShare, Parts, axis_of, holder_rows, table
 from sglang_rdt.plan.planner import Route, refuse
 from sglang_rdt.plan.specs import (
@@ -181,21 +185,8 @@ def make_direct_plan(
     Raises:
         PlanError: naming every culprit; nothing is planned then.
     """
-    with _no_collection():
+    with no_collection():
         return _plan(trainers, layouts, costs or LinkCosts(), allow_cast, allow_padding, previous)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Specs of a large model are millions of objects, none of them in a cycle; looking through
-    all of them again and again would take as long as planning."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _plan(

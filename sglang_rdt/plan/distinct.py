@@ -6,14 +6,30 @@ other engines like it, add none.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 from sglang_rdt.plan import coverage
 from sglang_rdt.plan.specs import EngineRank, EngineRankLayout, RankId, TensorSpec
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Specs of a large model are millions of objects, none of them in a cycle; looking through
+    all of them again and again would take as long as planning."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
 
 _FLAT = attrgetter(
     "param",

@@ -16,11 +16,14 @@ from sglang_rdt.plan import spread as spreading
 from sglang_rdt.plan.costs import LinkCosts
 from sglang_rdt.plan.direct import DirectPlan, make_direct_plan
 from sglang_rdt.plan.distinct import target_key
+from sglang_rdt.plan.planner import Plan, make_plan
+from sglang_rdt.plan.routing import assign, holder_classes
 from sglang_rdt.plan.specs import EngineRankLayout, TrainerRank
 from sglang_rdt.plan.spread import Pieces, Share, spread
 
 from . import resharding, scale
 from .resharding import Cut, Shape
+from .test_planner import Model, crowds, models, simulate, trainers_of
 from .test_spread import pieces, rows
 
 # Spreading.
@@ -335,3 +338,113 @@ def test_shares_are_small() -> None:
     plan = make_direct_plan(scale.trainers(size), scale.engines(size))
     whole = len(pickle.dumps(plan))
     assert max(len(pickle.dumps(plan.share(s))) for s in plan.sources) < whole / 8
+
+
+# Plans in buckets.
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_routes_stay_where_nothing_changed(data: st.DataObject) -> None:
+    model = data.draw(models())
+    trainers = data.draw(trainers_of(model.specs()))
+    bucket_bytes = data.draw(st.sampled_from([16, 100, 1 << 20]))
+    # Whole engines, each as often as it has been restarted.
+    engines: dict[str, list[int]] = defaultdict(list)
+    for i, one in enumerate(model.ranks):
+        engines[one.rank.engine].append(i)
+    plan: Plan | None = None
+    started = 0
+    here: dict[str, tuple[str, str]] = {}  # name -> which of the model's engines, instance
+    for _ in range(data.draw(st.integers(2, 4))):
+        for name in data.draw(st.sets(st.sampled_from("abcd"), max_size=3)):
+            started += 1
+            if name in here and data.draw(st.booleans()):
+                del here[name]
+            else:
+                here[name] = data.draw(st.sampled_from(sorted(engines))), str(started)
+        now = Model(model.hf)
+        for name, (which, instance) in here.items():
+            for i in engines[which]:
+                one = model.ranks[i]
+                rank = replace(one.rank, engine=name, instance=instance)
+                now.ranks.append(replace(one, rank=rank))
+                now.expected.append(model.expected[i])
+        before, plan = plan, make_plan(trainers, now.ranks, bucket_bytes, previous=plan)
+        simulate(now, plan, bucket_bytes)
+        stayed = {target_key(one.rank) for one in now.ranks}
+        stayed &= {target_key(r.target) for r in before.routes} if before else set()
+        for key in stayed:
+            assert before is not None
+            assert [r for r in before.routes if target_key(r.target) == key] == [
+                r for r in plan.routes if target_key(r.target) == key
+            ]
+        check_shares(plan, trainers)
+
+
+def check_shares(plan: Plan, trainers: list[TrainerRank]) -> None:
+    for one in trainers:
+        share = pickle.loads(pickle.dumps(plan.share(one.rank)))
+        assert share.routes == share.routes_of(one.rank) == plan.routes_of(one.rank)
+        assert (share.engines, share.nbytes) == (plan.engines, plan.nbytes)
+
+
+@given(crowds(), st.data())
+def test_no_source_serves_more_than_it_did_or_its_share(crowd: Any, data: st.DataObject) -> None:
+    trainers, ranks, wanted = crowd
+    classes = holder_classes(trainers)
+    kept: dict[int, dict[tuple[int, ...], int]] = {}
+    here: list[int] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        now = sorted(data.draw(st.sets(st.integers(0, len(ranks) - 1))))
+        given_ = {i: kept[t] for i, t in enumerate(now) if t in here and t in kept}
+        dealt = assign(classes, trainers, [ranks[t] for t in now], [wanted[t] for t in now], given_)
+        served: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        for (source, i), mine in dealt.items():
+            for holders in mine:
+                assert source in holders
+                served[holders].append((source, i))
+                if i in given_:
+                    assert given_[i][holders] == source
+        for holders, pairs in served.items():
+            assert len({i for _, i in pairs}) == len(pairs)
+            share = -(-len(pairs) // min(len(holders), len(pairs)))
+            for h in holders:
+                before = sum(by.get(holders) == h for by in given_.values())
+                assert sum(s == h for s, _ in pairs) <= max(before, share)
+        here = now
+        kept = {t: {} for t in now}
+        for (source, i), mine in dealt.items():
+            kept[now[i]] |= dict.fromkeys(mine, source)
+
+
+def test_nothing_is_kept_of_other_buckets_tensors_or_layouts() -> None:
+    model = scale.Size(layers=1, experts=4, trainers=4, pp=1, tp=1, ep=4, engines=2, engine_tp=1)
+    trainers, layouts = scale.trainers(model), scale.engines(model)
+    plan = make_plan(trainers, layouts[:1], 1 << 30)
+
+    # All rounds are the same objects where they are kept, and equal where they are not.
+    def kept(previous: Plan, size: int = 1 << 30) -> bool:
+        new = make_plan(trainers, layouts, size, previous=previous)
+        old = {id(r.rounds) for r in previous.routes}
+        (mine,) = {id(r.rounds) in old for r in new.routes if r.target == layouts[0].rank}
+        return mine
+
+    assert kept(plan)
+    assert not kept(plan, 1 << 29)
+    assert not kept(pickle.loads(pickle.dumps(plan)))
+    assert make_plan(trainers, layouts[:1], 1 << 30) == pickle.loads(pickle.dumps(plan))
+    trainers = [replace(t, exports=t.exports[::-1]) for t in trainers]
+    assert not kept(plan)
+
+
+def test_equal_engine_ranks_share_their_rounds() -> None:
+    size = scale.Size(layers=1, experts=8, trainers=8, pp=1, tp=8, ep=8, engines=8, engine_tp=2)
+    plan = make_plan(scale.trainers(size), scale.engines(size), 1 << 28)
+    assert len(plan.routes) == 16
+    assert len({id(r.rounds) for r in plan.routes}) == 2
+    assert plan.nbytes == sum(r.nbytes for r in plan.routes)
+    (share,) = {len(plan.share(t).routes) for t in range(8)}
+    assert share == 2
+    with pytest.raises(KeyError, match="share of trainer rank 0, not of 1"):
+        plan.share(0).routes_of(1)
