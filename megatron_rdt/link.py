@@ -29,8 +29,8 @@ from sglang_rdt.coordinator.membership import Membership, News, refusals
 from sglang_rdt.coordinator.phases import human_bytes
 from sglang_rdt.engine.sync_request import Trainer
 from sglang_rdt.errors import EngineNotFoundError, ExportError, PlanError, RdtError
-from sglang_rdt.plan.direct import DirectPlan
-from sglang_rdt.plan.planner import Plan, Route
+from sglang_rdt.plan.direct import DirectPlan, DirectShare
+from sglang_rdt.plan.planner import BucketedShare, Plan, Route
 from sglang_rdt.plan.specs import EngineRank, TensorSpec, TrainerRank
 from sglang_rdt.settings import Settings
 from sglang_rdt.transport import nixl
@@ -56,16 +56,26 @@ class _Notice:
 
 @dataclass(frozen=True)
 class _Met:
-    """Rank 0 to all: the plan, and the engines that are in a connect session for it."""
+    """Rank 0 to another rank: its share of the plan, and the engines that are in a connect session
+    for it, with their sessions."""
 
-    plan: Plan | DirectPlan
+    share: DirectShare | BucketedShare
     sessions: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def targets(self) -> tuple[EngineRank, ...]:
-        if isinstance(self.plan, DirectPlan):
-            return self.plan.targets
-        return tuple(dict.fromkeys(r.target for r in self.plan.routes))
+
+@dataclass(frozen=True)
+class Connected:
+    """What a connect has come to.
+
+    ``mode``: ``direct`` or ``bucketed``. ``tensors``: HF tensors. ``nbytes``: bytes per sync over
+    all links. ``staged_bytes``: of these, by how they move, in direct mode.
+    """
+
+    mode: str
+    engines: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    staged_bytes: Mapping[str, int]
 
 
 class EngineLink:
@@ -144,8 +154,8 @@ class EngineLink:
         else:
             self._stale |= frozenset(engines)
 
-    def connect(self) -> Plan | DirectPlan:
-        """Everything from the beginning. Returns the plan.
+    def connect(self) -> Connected:
+        """Everything from the beginning.
 
         Raises:
             EngineNotFoundError, RecordError, PlanError, ExportError, DeadlineError: on all ranks;
@@ -174,19 +184,19 @@ class EngineLink:
         if holdings is not None:
             # Before the engines pause: registering a model takes a second the first time.
             self._memory_ref = self._group.together(lambda: _offer(holdings))
-        met = self._group.lead(self._lead_first)
-        self._attach(met, strict=not self._membership.takes_all)
+        plan = self._group.lead(lambda: _summary(self._lead_first()))
+        self._attach(strict=not self._membership.takes_all)
         self.connected = True
         if self._group.leads:
             logger.info(
                 "connected to %s (%s): %d HF tensors, %s per sync, in %.1f s",
                 ", ".join(sorted(self.coordinator.engines)) if self.coordinator else "",
                 self.mode,
-                len(met.plan.specs),
-                human_bytes(met.plan.nbytes),
+                plan.tensors,
+                human_bytes(plan.nbytes),
                 time.perf_counter() - started,
             )
-        return met.plan
+        return plan
 
     def refresh(self) -> None:
         """Before a sync: connects what came, forgets what went, and registers what moved.
@@ -234,11 +244,10 @@ class EngineLink:
     def _update(self, stale: frozenset[str]) -> None:
         """Collective: the plan and the reads follow the engines."""
         started = time.perf_counter()
-        met = self._group.lead(lambda: self._lead_update(stale))
-        if met is None:
+        if not self._group.lead(lambda: self._lead_update(stale)):
             self.disconnect()
             raise EngineNotFoundError("no engine is left to sync")
-        joined = self._attach(met, strict=False)
+        joined = self._attach(strict=False)
         if self._group.leads and joined:
             logger.info(
                 "connected to %s in %.1f s", ", ".join(joined), time.perf_counter() - started
@@ -246,7 +255,7 @@ class EngineLink:
 
     # Rank 0.
 
-    def _lead_first(self) -> _Met:
+    def _lead_first(self) -> Plan | DirectPlan:
         assert self._trainer is not None
         engines = self._membership.find()
         self.failures = {}
@@ -255,12 +264,13 @@ class EngineLink:
         try:
             self._judge(problems, engines, strict=not self._membership.takes_all)
             self._plan = self._make_plan()
-            return _Met(self._plan, dict(lead.connecting))
+            return self._plan
         except BaseException as error:
             lead.give_up(dict.fromkeys(lead.connecting, error))
             raise
 
-    def _lead_update(self, stale: frozenset[str]) -> _Met | None:
+    def _lead_update(self, stale: frozenset[str]) -> bool:
+        """Whether there is an engine left."""
         lead = self.coordinator
         assert lead is not None
         lead.forget(stale)
@@ -269,10 +279,10 @@ class EngineLink:
         lead.forget(news.lost)
         try:
             self._judge(lead.meet(news.joined, self._specs_of_all()), news.joined, strict=False)
-            if not lead.engines:
-                return None
-            self._plan = self._plan_fitting()
-            return _Met(self._plan, dict(lead.connecting)) if lead.engines else None
+            if lead.engines:
+                self._plan = self._plan_fitting()
+                self._check_kept(self._plan)
+            return bool(lead.engines)
         except BaseException as error:
             lead.give_up(dict.fromkeys(lead.connecting, error))
             raise
@@ -325,6 +335,16 @@ class EngineLink:
                 logger.error("engine %s fits no plan: %s", name, calls.short(error))
         return self._make_plan()
 
+    def _check_kept(self, plan: Plan | DirectPlan) -> None:
+        """What engines have prepared must still be what they are to read."""
+        lead = self.coordinator
+        assert lead is not None
+        if not isinstance(plan, DirectPlan):
+            return
+        for i, target in enumerate(plan.targets):
+            if target.engine not in lead.connecting and i not in plan.kept:
+                raise RdtError(f"{target} would read something else than it has prepared")
+
     def _make_plan(self) -> Plan | DirectPlan:
         lead = self.coordinator
         assert lead is not None
@@ -343,16 +363,16 @@ class EngineLink:
 
     # All ranks.
 
-    def _attach(self, met: _Met, *, strict: bool) -> list[str]:
+    def _attach(self, *, strict: bool) -> list[str]:
         """Engines in a connect session get what they need of each rank, and go on; their names."""
         group, lead = self._group, self.coordinator
         try:
-            routes = group.together(lambda: self._routes(met.plan))
+            met = group.scatter(group.alone(self._shares))
+            routes = group.together(lambda: self._routes(met.share))
             problems = _first_of(
-                group.gather(self._send_memory(met) if isinstance(met.plan, DirectPlan) else {}),
-                group.gather(self._renew_senders(routes)),
+                group.gather(self._send_memory(met)), group.gather(self._renew_senders(routes))
             )
-            joined = group.lead(lambda: self._lead_attach(met, problems, strict=strict))
+            joined = group.lead(lambda: self._lead_attach(problems, strict=strict))
         except BaseException as error:
             self._drop_senders(self._senders)
             if lead is not None:
@@ -360,27 +380,32 @@ class EngineLink:
             self.connected = False
             raise
         if self._mover is None:
-            self._mover = self._make_mover(isinstance(met.plan, DirectPlan))
-        if isinstance(self._mover, DirectMover):
-            assert isinstance(met.plan, DirectPlan)
-            self._mover.follow(met.plan, list(self._senders.values()))
+            self._mover = self._make_mover(isinstance(met.share, DirectShare))
+        senders = list(self._senders.values())
+        if isinstance(met.share, DirectShare):
+            self._mover.follow(met.share, senders)  # type: ignore[arg-type]
         else:
-            engines = sorted({t.engine for t in met.targets})
-            self._mover.follow(engines, list(self._senders.values()))
+            self._mover.follow(met.share, senders)  # type: ignore[arg-type]
         if joined:
             self.syncs = 0
         return joined
 
-    def _lead_attach(
-        self, met: _Met, problems: Mapping[str, BaseException], *, strict: bool
-    ) -> list[str]:
+    def _shares(self) -> list[_Met]:
+        """What each rank is sent."""
+        lead, plan = self.coordinator, self._plan
+        assert lead is not None
+        assert plan is not None
+        sessions = dict(lead.connecting)
+        return [_Met(plan.share(rank), sessions) for rank in range(self._group.size)]
+
+    def _lead_attach(self, problems: Mapping[str, BaseException], *, strict: bool) -> list[str]:
         lead = self.coordinator
         assert lead is not None
-        engines = [lead.engines[name] for name in met.sessions]
+        engines = [lead.engines[name] for name in lead.connecting]
         problems = dict(problems)
         lead.give_up(problems)
-        if isinstance(met.plan, DirectPlan):
-            unprepared = lead.prepare_direct(met.plan)
+        if isinstance(self._plan, DirectPlan):
+            unprepared = lead.prepare_direct(self._plan)
             lead.give_up(unprepared)
             problems |= unprepared
         stuck = lead.leave()
@@ -404,21 +429,19 @@ class EngineLink:
         self._holdings = self._memory_ref = None
         return BucketedMover(self._group.rank, self._source, self._specs, draws=self._group.leads)
 
-    def _routes(self, plan: Plan | DirectPlan) -> Sequence[Route]:
-        if isinstance(plan, DirectPlan):
-            return plan.packed_routes(self._group.rank, self._settings.bucket_bytes)
-        return plan.routes_of(self._group.rank)
+    def _routes(self, share: DirectShare | BucketedShare) -> Sequence[Route]:
+        if isinstance(share, DirectShare):
+            return share.packed_routes(self._group.rank, self._settings.bucket_bytes)
+        return share.routes
 
     def _send_memory(self, met: _Met) -> dict[str, BaseException]:
         """This rank's memory to every engine rank that is in a session and reads from it; references
         only travel whole inside of Ray calls."""
-        plan = met.plan
-        assert isinstance(plan, DirectPlan)
         started: dict[str, dict[str, Any]] = {}
         problems: dict[str, BaseException] = {}
-        for i, target in enumerate(plan.targets):
+        for target in met.share.targets if isinstance(met.share, DirectShare) else ():
             session = met.sessions.get(target.engine)
-            if session is None or self._group.rank not in plan.sources_of(i):
+            if session is None:
                 continue
             try:
                 ref = _actor_of(target).accept_memory.remote(
@@ -509,6 +532,13 @@ class EngineLink:
         if self._trainer is not None:
             identities.leave(self._trainer)
         self.disconnect()
+
+
+def _summary(plan: Plan | DirectPlan) -> Connected:
+    mode = "direct" if isinstance(plan, DirectPlan) else "bucketed"
+    staged = plan.staged_bytes.items() if isinstance(plan, DirectPlan) else ()
+    sizes = {str(how): nbytes for how, nbytes in staged}
+    return Connected(mode, plan.engines, len(plan.specs), plan.nbytes, sizes)
 
 
 def _key(route: Route) -> str:

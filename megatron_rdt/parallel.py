@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -84,6 +84,22 @@ class TrainerGroup:
             return value
         box = [value]
         self._meet(lambda: dist.broadcast_object_list(box, src=0, group=self._group))
+        return box[0]
+
+    def alone(self, run: Callable[[], T]) -> T | None:
+        """Runs ``run`` on rank 0 only; if it raises there, every rank raises."""
+        made: list[T] = []
+        self.lead(lambda: made.append(run()))
+        return made[0] if made else None
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """The value of this rank, out of those (one per rank) that rank 0 has."""
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        box: list[Any] = [None]
+        given = list(values) if values is not None else None
+        self._meet(lambda: dist.scatter_object_list(box, given, src=0, group=self._group))
         return box[0]
 
     def _meet(self, run: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ import torch
 from megatron_rdt import hooks
 from megatron_rdt.background import InBackground
 from megatron_rdt.final_params import make_final
-from megatron_rdt.link import EngineLink
+from megatron_rdt.link import Connected, EngineLink
 from megatron_rdt.movers import Moved
 from megatron_rdt.parallel import TrainerGroup
 from megatron_rdt.sources.base import WeightSource
@@ -35,8 +35,6 @@ from sglang_rdt.errors import (
     SyncError,
     VerifyError,
 )
-from sglang_rdt.plan.direct import DirectPlan
-from sglang_rdt.plan.planner import Plan
 from sglang_rdt.settings import Settings
 
 logger = logging.getLogger("megatron_rdt")
@@ -137,11 +135,11 @@ class WeightSync:
         # Whichever optimizer it is: a sync under way must not see a parameter change.
         self.wait()
 
-    def connect(self) -> Plan | DirectPlan:
+    def connect(self) -> Connected:
         """Finds and describes the engines, plans, registers memory, prepares reads. Collective.
 
         Returns:
-            The plan of all ranks.
+            What it has come to, the same on every rank.
 
         Raises:
             EngineNotFoundError, RecordError, PlanError, DeadlineError: on all ranks; engines go

@@ -16,6 +16,7 @@ from sglang_rdt.coordinator import calls
 from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.coordinator.phases import PhaseTimer
 from sglang_rdt.dtypes import dtype_name
+from sglang_rdt.plan.planner import BucketedShare
 from sglang_rdt.plan.specs import TensorSpec
 
 logger = logging.getLogger("megatron_rdt")
@@ -46,14 +47,14 @@ class BucketedMover:
         self._engines: Sequence[str] = ()
         self._draws = draws
 
-    def follow(self, engines: Sequence[str], senders: Sequence[RouteSender]) -> None:
-        """Serves these from now on.
+    def follow(self, share: BucketedShare, senders: Sequence[RouteSender]) -> None:
+        """Does what ``share`` says from now on.
 
         Args:
-            engines: names of all engines, for when the export itself fails.
+            share: of this rank.
             senders: one per engine rank that this rank serves.
         """
-        self._engines = engines
+        self._engines = share.engines
         self._senders = list(senders)
 
     begins = False

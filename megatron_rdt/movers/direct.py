@@ -24,7 +24,7 @@ from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.coordinator.phases import PhaseTimer, slowest
 from sglang_rdt.dtypes import torch_dtype
 from sglang_rdt.engine.sync_request import ReadResult, is_result
-from sglang_rdt.plan.direct import DirectPlan
+from sglang_rdt.plan.direct import DirectShare
 from sglang_rdt.sums import Part, Sums
 from sglang_rdt.transport import nixl
 
@@ -56,26 +56,28 @@ class DirectMover:
         self._verify = verify
         self._packs = False
         self._names: list[str] = []
-        self._engines: list[str] = []
+        self._engine_of: list[str] = []
+        self._engines: tuple[str, ...] = ()
         self._views: dict[tuple[int, str], torch.Tensor] = {}
         self._summed: list[tuple[int, str, tuple[Any, ...]]] = []
         self._sums: Sums[tuple[Any, ...]] | None = None
 
-    def follow(self, plan: DirectPlan, senders: Sequence[RouteSender]) -> None:
-        """Does what ``plan`` says from now on.
+    def follow(self, share: DirectShare, senders: Sequence[RouteSender]) -> None:
+        """Does what ``share`` says from now on.
 
         Args:
-            plan: of all ranks.
+            share: of this rank.
             senders: for what this rank packs; their pieces name ``block/dtype``.
         """
         self._senders = list(senders)
         # On any rank: an engine that others still send packed slices to must not end its session.
-        self._packs = plan.staged_bytes["pack"] > 0
-        self._names = [str(t) for t in plan.targets]
-        self._engines = [t.engine for t in plan.targets]
+        self._packs = share.staged_bytes["pack"] > 0
+        self._names = [str(t) for t in share.targets]
+        self._engine_of = [t.engine for t in share.targets]
+        self._engines = share.engines
         self._summed, self._sums = [], None
         if self._verify:
-            self._prepare_sums(plan)
+            self._prepare_sums(share)
 
     @property
     def begins(self) -> bool:
@@ -217,10 +219,10 @@ class DirectMover:
             self._views[block, dtype] = view
         return view
 
-    def _prepare_sums(self, plan: DirectPlan) -> None:
+    def _prepare_sums(self, share: DirectShare) -> None:
         # Engines of one shape want the same slices at the same place: summed once.
         parts: dict[tuple[Any, ...], Part] = {}
-        for target, t in plan.transfers_from(self._rank):
+        for target, t in share.transfers_from(self._rank):
             if t.how == "pack":
                 continue  # summed in the bucket
             key = (t.block, t.src, t.dst.offset, t.dst.stride, t.src_dtype, t.dtype)
@@ -235,7 +237,7 @@ class DirectMover:
     def _sum_up(self, given_up: Container[str], moved: Moved) -> None:
         values = self._sums.result() if self._sums is not None else {}
         for target, param, key in self._summed:
-            if self._engines[target] not in given_up:
+            if self._engine_of[target] not in given_up:
                 moved.add_sum(self._names[target], param, values[key])
 
     def close(self) -> None:

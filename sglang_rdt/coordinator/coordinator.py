@@ -56,6 +56,7 @@ class Coordinator:
         self._trainer = trainer
         self._connection = Connection(uuid.uuid4().hex, trainer)
         self._connecting: dict[str, str] = {}
+        self._casts: set[str] = set()
         # Engine -> the connect session in which it prepared its reads.
         self._connections: dict[str, str] = {}
 
@@ -219,13 +220,16 @@ class Coordinator:
             PlanError: naming every culprit.
         """
         s = self._settings
-        return make_plan(
+        plan = make_plan(
             trainers,
             self._all_layouts(),
             s.bucket_bytes,
             allow_cast=s.allow_cast,
             allow_padding=s.allow_padding,
+            previous=previous,
         )
+        self._log_casts(plan.casts)
+        return plan
 
     def plan_direct(
         self, trainers: Sequence[TrainerRank], previous: DirectPlan | None = None
@@ -239,13 +243,23 @@ class Coordinator:
             PlanError: naming every culprit.
         """
         s = self._settings
-        return make_direct_plan(
+        plan = make_direct_plan(
             trainers,
             self._all_layouts(),
             costs=LinkCosts.load(s.link_costs) if s.link_costs else LinkCosts(),
             allow_cast=s.allow_cast,
             allow_padding=s.allow_padding,
+            previous=previous,
         )
+        self._log_casts(plan.casts)
+        return plan
+
+    def _log_casts(self, casts: Sequence[str]) -> None:
+        """Every conversion that happens is named once."""
+        for cast in casts:
+            if cast not in self._casts:
+                logger.warning("dtype conversion: %s", cast)
+                self._casts.add(cast)
 
     def _all_layouts(self) -> list[EngineRankLayout]:
         return [layout for layouts in self._layouts.values() for layout in layouts]
@@ -424,12 +438,6 @@ def told(state: State, why: str) -> str:
     if state == "dirty":
         return f"dirty: it stays paused until a full sync succeeds; {why}"
     return state if state == "current" else f"{state}: {why}"
-
-
-def log_casts(casts: Sequence[str]) -> None:
-    """Every conversion that happens is named once."""
-    for cast in casts:
-        logger.warning("dtype conversion: %s", cast)
 
 
 def compare_checksums(

@@ -36,7 +36,7 @@ MICRO_BATCHES = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over ``world`` = tp * pp * dp processes.
+    """How a model is spread over ``world`` = tp * pp * cp * dp processes.
 
     Args:
         tp: tensor parallel ranks.
@@ -44,6 +44,8 @@ class Layout:
         ep: expert parallel ranks; they lie within tp * dp, so ``Layout(ep=2, dp=2)``.
         etp: tensor parallel ranks of the experts; None: ``tp``.
         dp: data parallel ranks (of everything but the experts).
+        cp: context parallel ranks, which hold the same weights. Megatron's own attention cannot
+            train with more than one; Transformer Engine's can.
         vpp: model chunks per pipeline stage; None: one, without interleaving.
     """
 
@@ -52,16 +54,17 @@ class Layout:
     ep: int = 1
     etp: int | None = None
     dp: int = 1
+    cp: int = 1
     vpp: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tp * self.dp % (self.ep * (self.etp or self.tp)):
-            raise ValueError(f"{self}: tp * dp must be a multiple of ep * etp (etp None: tp)")
+        if self.tp * self.cp * self.dp % (self.ep * (self.etp or self.tp)):
+            raise ValueError(f"{self}: tp * cp * dp must be a multiple of ep * etp (etp None: tp)")
 
     @property
     def world(self) -> int:
         """Number of processes."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
 
 def init_distributed(
@@ -422,6 +425,7 @@ def _init_model_parallel(layout: Layout, seed: int) -> None:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
@@ -443,7 +447,10 @@ def _transformer_config(model: TinyModel, layout: Layout, dtype: torch.dtype) ->
             "moe_router_dtype": "fp32",
             "moe_permute_fusion": False,
         }
+    # Stages of unequal size: Megatron wants to be told.
+    uneven = {"num_layers_in_last_pipeline_stage": 1} if model.num_layers % layout.pp else {}
     return TransformerConfig(
+        **uneven,
         num_layers=model.num_layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.intermediate,

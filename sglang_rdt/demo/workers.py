@@ -211,6 +211,7 @@ class Trainers:
     """All ranks of one trainer; methods run on every rank together.
 
     Args:
+        wait: whether to return only when they are ready.
         options: see TinyTrainer.
     """
 
@@ -222,6 +223,7 @@ class Trainers:
         environ: dict[str, str] | None = None,
         python_path: str | None = None,
         timeout_s: float = 180.0,
+        wait: bool = True,
         **options: Any,
     ) -> None:
         import ray
@@ -237,6 +239,11 @@ class Trainers:
             actor.remote(model, layout, rank, port, options, environ)
             for rank in range(layout.world)
         ]
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Returns when all ranks have built their model."""
         self.all("__ray_ready__")
 
     def rebuild(self, model: TinyModel, layout: Layout, **options: Any) -> None:

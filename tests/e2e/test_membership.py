@@ -16,6 +16,7 @@ import torch
 from sglang_rdt import cpu
 from sglang_rdt.coordinator.membership import is_dead
 from sglang_rdt.demo import proof
+from sglang_rdt.demo.models import TinyModel
 from sglang_rdt.demo.trainer import Layout
 from sglang_rdt.demo.workers import ServedEngine, Trainers
 from sglang_rdt.errors import SyncError
@@ -37,8 +38,8 @@ class Second:
         self._folder = folder
         self.served: ServedEngine | None = None
 
-    def start(self) -> ServedEngine:
-        MODEL.save_random_checkpoint(self._folder, seed=300, dtype=torch.bfloat16)
+    def start(self, model: TinyModel = MODEL) -> ServedEngine:
+        model.save_random_checkpoint(self._folder, seed=300, dtype=torch.bfloat16)
         self.served = ServedEngine(cpu.engine_kwargs(str(self._folder), tp_size=1, port=PORT))
         return self.served
 
@@ -204,9 +205,18 @@ def test_failures_can_be_logged_instead(
     group.attach(FAST.replace(engine_failures="log"), on_step=False, engines=[a.address, b.address])
     assert set(sync(group, "1").engines) == {a.address, b.address}
     second.kill()
-    second.served = None
     with caplog.at_level(logging.ERROR):
         report = sync(group, "2")
     assert report.engines == (a.address,)
     assert list(report.failures) == [b.address]
     assert "dead" in report.failures[b.address].text
+
+    # Back, with another model: that is its own trouble.
+    c = second.start(TinyModel("dense", num_layers=1))
+    state = step_and_sync(group)
+    report = sync(group, "3")
+    assert report.engines == (a.address,)
+    assert_engine_holds(MODEL, state, a)
+    assert "layers.1." in report.failures[c.address].text
+    assert c.engine.state() == ("current", "")
+    assert c.generate(proof.PROMPT, 1)[1] == "default"

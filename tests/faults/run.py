@@ -189,6 +189,8 @@ class _Run:
         self.marker.unlink(missing_ok=True)
         ray.get(actor.__ray_call__.remote(injection.arm, where, fault), timeout=30)
         refs = world.start_sync(label)
+        if cell.victim in OF_TRAINER:
+            world.expect_trainers()  # while everybody waits for the dead ones
         after = threading.Thread(target=self.afterwards)
         after.start()
         if cell.victim == "resumes late":

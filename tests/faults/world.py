@@ -204,6 +204,7 @@ class World:
         self.b: Served | None = None
         self._kind: Kind | None = None
         self.trainers: Trainers | None = None
+        self._next: Trainers | None = None
         self.trainer_pids: list[int] = []
         self._seed = 500
         self._count = 0
@@ -274,15 +275,23 @@ class World:
         if self.trainers is None:
             import ray
 
-            self._seed += 1
             began = time.monotonic()
-            self.trainers = Trainers(MODEL, Layout(tp=2), seed=self._seed)
+            self.expect_trainers()
+            self.trainers, self._next = self._next, None
+            assert self.trainers is not None
+            self.trainers.wait_ready()
             self.trainer_pids = ray.get(
                 [r.__ray_call__.remote(injection.process_id) for r in self.trainers.ranks],
                 timeout=_CALL_S,
             )
             self._say(f"  trainers started in {time.monotonic() - began:.0f} s")
         return self.trainers
+
+    def expect_trainers(self) -> None:
+        """The next trainers may start now, for when these are dead."""
+        if self._next is None:
+            self._seed += 1
+            self._next = Trainers(MODEL, Layout(tp=2), seed=self._seed, wait=False)
 
     def drop_engine(self) -> None:
         """Ends what is left of engine B."""
@@ -429,6 +438,8 @@ class World:
         import ray
 
         self.drop_trainers()
+        if self._next is not None:
+            self._next.stop()
         with contextlib.suppress(Exception):
             self.drop_engine()
         self.drop_node()

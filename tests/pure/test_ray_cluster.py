@@ -6,9 +6,16 @@ import socket
 import time
 
 import pytest
+import ray
 
 from sglang_rdt.coordinator import ray_cluster
 from sglang_rdt.errors import EngineNotFoundError
+
+
+@pytest.fixture(autouse=True)
+def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever other tests have left."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 
 def test_a_port_where_nobody_listens() -> None:
@@ -16,7 +23,9 @@ def test_a_port_where_nobody_listens() -> None:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
     began = time.monotonic()
-    with pytest.raises(EngineNotFoundError, match=f"no Ray cluster to join at '{address}'.*refused"):
+    with pytest.raises(
+        EngineNotFoundError, match=f"no Ray cluster to join at '{address}'.*refused"
+    ):
         ray_cluster.join(address, None)
     assert time.monotonic() - began < 10
 
