@@ -220,7 +220,9 @@ PATCHES: tuple[Patch, ...] = (
             ),
             Edit(
                 '        """Launch DP schedulers via RayDataParallelController."""',
-                ("        server_args = _rdt_dp_server_args(server_args, port_args, rank0_node_ip)",),
+                (
+                    "        server_args = _rdt_dp_server_args(server_args, port_args, rank0_node_ip)",
+                ),
             ),
         ),
         marker=DP_MARKER,
