@@ -25,6 +25,8 @@ HERE = Path(__file__).resolve().parent
 # Set beside each hook: the monkey-patch steps aside where it sees it. It comes before the import
 # of the package, because that import runs the monkey-patch's hooks on the half-imported module.
 MARKER = "_SGLANG_RDT_PATCHED"
+# A second patch of one file has a marker of its own.
+DP_MARKER = f"{MARKER}_DP"
 
 VERSIONS: dict[str, tuple[str, ...]] = {
     "sglang": ("0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
@@ -77,6 +79,7 @@ class Patch:
     upstream: str
     drop_when: str
     edits: tuple[Edit, ...]
+    marker: str = MARKER
 
     @property
     def filename(self) -> str:
@@ -192,6 +195,37 @@ PATCHES: tuple[Patch, ...] = (
                 ("        _rdt_follow_weight_version(self)",),
             ),
         ),
+    ),
+    Patch(
+        package="sglang",
+        number=4,
+        name="dp_controller",
+        path="sglang/srt/ray/engine.py",
+        what="RayEngine gives its data-parallel controller a copy of the server arguments.",
+        why="0.5.20 to 0.5.23 declare an address on the arguments that the engine has published "
+        "already, which SGLang itself refuses: dp_size above 1 cannot start. Older releases copy; "
+        "there the call returns what it got.",
+        upstream="no issue found (0.5.23 is the newest release)",
+        drop_when="the supported releases start a RayEngine with dp_size=2.",
+        edits=(
+            Edit(
+                "class RayEngine(Engine):",
+                (
+                    f"{DP_MARKER} = True",
+                    "from sglang_rdt.engine.hooks import dp_server_args as _rdt_dp_server_args",
+                    "",
+                    "",
+                ),
+                before=True,
+            ),
+            Edit(
+                '        """Launch DP schedulers via RayDataParallelController."""',
+                (
+                    "        server_args = _rdt_dp_server_args(server_args, port_args, rank0_node_ip)",
+                ),
+            ),
+        ),
+        marker=DP_MARKER,
     ),
     Patch(
         package="megatron-core",

@@ -16,7 +16,7 @@ import wrapt
 
 from sglang_rdt import settings as settings_module
 from sglang_rdt.errors import PatchMismatchError, RdtError, UnsupportedVersionError
-from sglang_rdt.upstream import MEGATRON_VERSIONS, PATCHES, SGLANG_VERSIONS, SOURCE_MARKER, Patch
+from sglang_rdt.upstream import MEGATRON_VERSIONS, PATCHES, SGLANG_VERSIONS, Patch
 from sglang_rdt.versions import in_range, range_text
 
 logger = logging.getLogger("sglang_rdt")
@@ -126,13 +126,18 @@ def _hook(patch: Patch) -> Callable[[ModuleType], None]:
 def _apply(patch: Patch, module: ModuleType) -> None:
     if _state[patch.name] == "applied":
         return
-    if getattr(module, SOURCE_MARKER, False):
-        _state[patch.name] = "source"
-        return
     import inspect
 
+    if getattr(module, patch.marker, False):
+        _state[patch.name] = "source"
+        return
     check_version(patch.package)
-    mismatch = patch.mismatch(inspect.getsource(module))
+    source = inspect.getsource(module)
+    if f"\n{patch.marker} = True\n" in source:
+        # The first hook of the module imports this package; the second comes further down.
+        _state[patch.name] = "source"
+        return
+    mismatch = patch.mismatch(source)
     if mismatch is not None:
         toggle = next(
             f.metadata["env"]

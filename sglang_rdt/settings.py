@@ -134,6 +134,12 @@ class Settings:
         parse_bool,
         "Patch `weight_version`: the tokenizer manager follows the version that the schedulers set.",
     )
+    patch_dp_controller: bool = _setting(
+        "SGLANG_RDT_PATCH_DP_CONTROLLER",
+        True,
+        parse_bool,
+        "Patch `dp_controller`: RayEngine starts with `dp_size` above 1 (SGLang 0.5.20 to 0.5.23 fail).",
+    )
     patch_optimizer_step: bool = _setting(
         "MEGATRON_RDT_PATCH_OPTIMIZER_STEP",
         True,

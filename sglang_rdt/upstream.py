@@ -20,6 +20,8 @@ RAY_VERSIONS = ("2.56", None)
 
 # Set as a module attribute by the patch set, beside each of its hooks.
 SOURCE_MARKER = "_SGLANG_RDT_PATCHED"
+# For a second patch of one module.
+DP_MARKER = f"{SOURCE_MARKER}_DP"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Patch:
     ``toggle`` is the name of the field in :class:`sglang_rdt.settings.Settings`. ``apply`` gets
     the imported module. ``on_refusal``: ``raise`` where nothing of this package can work without
     the patch and the module is imported only by users of the Ray back end or of Megatron;
-    ``log`` where others import the module too.
+    ``log`` where others import the module too. ``marker``: the module attribute that the patch
+    set leaves beside its hook.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Patch:
     toggle: str
     apply: Callable[[ModuleType], None]
     on_refusal: Literal["raise", "log"] = "raise"
+    marker: str = SOURCE_MARKER
 
     def mismatch(self, source: str) -> tuple[str, str] | None:
         """``(symbol, why)`` of the first expectation that ``source`` does not meet, or None."""
@@ -106,6 +110,23 @@ def _apply_scheduler_actor(module: ModuleType) -> None:
     from sglang_rdt.engine.hooks import scheduler_actor_class
 
     module.SchedulerActor = scheduler_actor_class(module.SchedulerActor)  # type: ignore[attr-defined]
+
+
+def _apply_dp_controller(module: ModuleType) -> None:
+    import inspect
+
+    import wrapt
+
+    from sglang_rdt.engine.hooks import dp_server_args
+
+    def launch(wrapped: Callable[..., Any], _cls: Any, args: Any, kwargs: Any) -> Any:
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        given["server_args"] = dp_server_args(
+            given["server_args"], given["port_args"], given["rank0_node_ip"]
+        )
+        return wrapped(**given)
+
+    wrapt.wrap_function_wrapper(module, "RayEngine._launch_dp_scheduler_processes", launch)
 
 
 def _apply_event_loop(module: ModuleType) -> None:
@@ -170,6 +191,29 @@ PATCHES: tuple[Patch, ...] = (
         ),
         toggle="patch_scheduler_actor",
         apply=_apply_scheduler_actor,
+    ),
+    Patch(
+        name="dp_controller",
+        package="sglang",
+        module="sglang.srt.ray.engine",
+        what="RayEngine gives its data-parallel controller a copy of the server arguments.",
+        why="0.5.20 to 0.5.23 declare dist_init_addr on the arguments that the engine has published "
+        "already, which SGLang itself refuses: dp_size above 1, DP attention too, cannot start. Ports "
+        "are then made from the field itself, which that declaration would not have changed either.",
+        upstream="no issue found; 0.5.16 to 0.5.19 copy (replace_resolved in 0.5.19), 0.5.23 is the "
+        "newest release",
+        drop_when="the supported releases start a RayEngine with dp_size=2",
+        expects=(
+            Expectation(
+                "RayEngine._launch_dp_scheduler_processes",
+                params=("server_args", "port_args", "pg", "bundle_for_node", "rank0_node_ip"),
+                mentions=("RayDataParallelController", "dp_server_args"),
+            ),
+        ),
+        toggle="patch_dp_controller",
+        apply=_apply_dp_controller,
+        on_refusal="log",
+        marker=DP_MARKER,
     ),
     Patch(
         name="event_loop",

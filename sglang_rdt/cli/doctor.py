@@ -16,7 +16,6 @@ from sglang_rdt.upstream import (
     PATCHES,
     RAY_VERSIONS,
     SGLANG_VERSIONS,
-    SOURCE_MARKER,
     Patch,
 )
 from sglang_rdt.versions import in_range, range_text
@@ -71,7 +70,7 @@ def _finding(patch: Patch) -> str:
         path = Path(folder, *patch.module.split(".")[1:]).with_suffix(".py")
         if path.is_file():
             source = path.read_text(encoding="utf-8")
-            if f"\n{SOURCE_MARKER} = True" in source:
+            if f"\n{patch.marker} = True\n" in source:
                 return "in the source (patch set)"
             mismatch = patch.mismatch(source)
             return f"REFUSED: {mismatch[0]} {mismatch[1]}" if mismatch else "fits"

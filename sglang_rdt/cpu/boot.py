@@ -119,6 +119,11 @@ def _hide_nccl() -> None:
         _standins().hide_nccl()
 
 
+def _fill_padded_lengths() -> None:
+    if not cuda_available():
+        _standins().fill_padded_lengths()
+
+
 # What to do right before, or right after, the named module's own code runs.
 BEFORE: dict[str, Action] = {"megatron.core": _install_megatron_shim}
 AFTER: dict[str, Action] = {
@@ -129,6 +134,7 @@ AFTER: dict[str, Action] = {
     "sglang.srt.managers.scheduler": _forgive_set_device,
     "sglang.srt.ray.scheduler_actor": _forgive_set_device,
     "sglang.srt.distributed.device_communicators.pynccl_wrapper": _hide_nccl,
+    "sglang.srt.layers.attention.torch_native_backend": _fill_padded_lengths,
 }
 
 

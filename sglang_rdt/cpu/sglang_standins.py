@@ -102,3 +102,20 @@ def hide_nccl() -> None:
         raise ValueError("NCCL needs a GPU")
 
     wrapper.__dict__["find_nccl_library"] = find_nccl_library
+
+
+def fill_padded_lengths() -> None:
+    """Give PyTorch's attention the length that rows of padding have, as Intel's has it.
+
+    SGLang pads the batches of DP attention, and asks the attention for that length. On a CPU it asks
+    by a name that only Intel's has.
+    """
+    module = sys.modules["sglang.srt.layers.attention.torch_native_backend"]
+    backend = module.__dict__["TorchNativeAttnBackend"]
+    if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
+
+        def get_cpu_graph_seq_len_fill_value(self: object) -> int:
+            """One token: the row's own."""
+            return 1
+
+        backend.get_cpu_graph_seq_len_fill_value = get_cpu_graph_seq_len_fill_value

@@ -213,17 +213,30 @@ class TinyModel:
         return ids[0, len(prompt_ids) :].tolist()
 
     def engine_params(
-        self, state: Mapping[str, Tensor], tp_size: int, tp_rank: int
+        self,
+        state: Mapping[str, Tensor],
+        tp_size: int,
+        tp_rank: int,
+        *,
+        pp_size: int = 1,
+        pp_rank: int = 0,
+        attn_dp_size: int = 1,
+        ep_size: int = 1,
     ) -> dict[str, Tensor]:
-        """The parameters that one TP rank of an SGLang engine should hold for ``state``.
+        """The parameters that one rank of an SGLang engine should hold for ``state``.
 
         Put together from the checkpoint tensors without SGLang's loader, to compare with a live
-        engine (no DP attention, no PP, experts cut by TP, not by EP).
+        engine.
 
         Args:
             state: checkpoint tensors by name.
             tp_size: TP ranks of the engine. ``kv_heads`` and it must divide one another.
             tp_rank: which of them.
+            pp_size: pipeline stages of the engine; must divide the number of layers.
+            pp_rank: which of them.
+            attn_dp_size: data-parallel groups of DP attention, 1 without. MoE only.
+            ep_size: into how many parts the experts are dealt out; what is left of ``tp_size`` cuts
+                each of them.
 
         Returns:
             The tensors by SGLang's parameter names, in the dtype of ``state``. Shapes, with
@@ -232,48 +245,68 @@ class TinyModel:
             ``o_proj.weight`` [hidden, q/tp], ``down_proj.weight`` [hidden, I/tp],
             ``experts.w13_weight`` [E, 2 I/tp, hidden], ``experts.w2_weight`` [E, hidden, I/tp],
             ``embed_tokens.weight`` and ``lm_head.weight`` [padded vocab/tp, hidden], zero in the
-            padding; norms, ``q_norm``, ``k_norm`` and ``mlp.gate`` whole.
+            padding; norms, ``q_norm``, ``k_norm`` and ``mlp.gate`` whole. With DP attention the
+            attention is cut by tp / attn_dp_size only, and the embedding is whole; with EP there are
+            E/ep experts. A pipeline stage has its own layers, the first one the embedding, the last
+            one ``norm`` and ``lm_head``.
         """
         if self.moe and self.tied:
             raise ValueError("SGLang's Qwen3-MoE never ties lm_head to the embedding")
+        if attn_dp_size * ep_size > 1 and not self.moe:
+            raise ValueError("DP attention and EP: only for the MoE model")
+        if self.num_layers % pp_size or tp_size % attn_dp_size or tp_size % ep_size:
+            raise ValueError("the sizes do not divide one another")
+        attn_tp, moe_tp = tp_size // attn_dp_size, tp_size // ep_size
+        attn_rank, moe_rank, ep_rank = tp_rank % attn_tp, tp_rank % moe_tp, tp_rank // moe_tp
+        mlp_tp, mlp_rank = (moe_tp, moe_rank) if self.moe else (tp_size, tp_rank)
 
         def rows(tensor: Tensor) -> Tensor:
-            return tensor.chunk(tp_size, dim=0)[tp_rank]
+            return tensor.chunk(attn_tp, dim=0)[attn_rank]
 
-        def columns(tensor: Tensor) -> Tensor:
-            return tensor.chunk(tp_size, dim=1)[tp_rank]
+        def columns(tensor: Tensor, size: int = mlp_tp, rank: int = mlp_rank) -> Tensor:
+            return tensor.chunk(size, dim=1)[rank]
 
         def kv_rows(tensor: Tensor) -> Tensor:
-            if self.kv_heads >= tp_size:
+            if self.kv_heads >= attn_tp:
                 return rows(tensor)
-            head = tp_rank // (tp_size // self.kv_heads)
+            head = attn_rank // (attn_tp // self.kv_heads)
             return tensor.chunk(self.kv_heads, dim=0)[head]
 
         def gate_up(prefix: str) -> Tensor:
             gate, up = state[f"{prefix}gate_proj.weight"], state[f"{prefix}up_proj.weight"]
-            return torch.cat([rows(gate), rows(up)])
+            return torch.cat([one.chunk(mlp_tp, dim=0)[mlp_rank] for one in (gate, up)])
 
-        def vocabulary(tensor: Tensor) -> Tensor:
+        def vocabulary(tensor: Tensor, tp_size: int, tp_rank: int) -> Tensor:
             size = _round_up(self.vocab, _ENGINE_VOCAB_PADDING)
             if size % tp_size:
                 size = _round_up(self.vocab, _ENGINE_VOCAB_PADDING * tp_size)
             padding = tensor.new_zeros(size - self.vocab, self.hidden)
-            return rows(torch.cat([tensor, padding]))
+            return torch.cat([tensor, padding]).chunk(tp_size, dim=0)[tp_rank]
 
-        params = {"model.embed_tokens.weight": vocabulary(state["model.embed_tokens.weight"])}
-        for layer in range(self.num_layers):
+        params = {}
+        embedding = state["model.embed_tokens.weight"]
+        if pp_rank == 0:
+            cut = (1, 0) if attn_dp_size > 1 else (tp_size, tp_rank)
+            params["model.embed_tokens.weight"] = vocabulary(embedding, *cut)
+        layers = self.num_layers // pp_size
+        for layer in range(pp_rank * layers, (pp_rank + 1) * layers):
             prefix = f"model.layers.{layer}."
             attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
             for kind in ("weight", "bias") if self.qkv_bias else ("weight",):
                 q, k, v = (state[f"{attention}{letter}_proj.{kind}"] for letter in "qkv")
                 params[f"{attention}qkv_proj.{kind}"] = torch.cat([rows(q), kv_rows(k), kv_rows(v)])
-            params[f"{attention}o_proj.weight"] = columns(state[f"{attention}o_proj.weight"])
+            params[f"{attention}o_proj.weight"] = columns(
+                state[f"{attention}o_proj.weight"], attn_tp, attn_rank
+            )
             whole = [f"{prefix}input_layernorm.weight", f"{prefix}post_attention_layernorm.weight"]
             if not self.qkv_bias:
                 whole += [f"{attention}q_norm.weight", f"{attention}k_norm.weight"]
             if self.moe:
                 whole.append(f"{mlp}gate.weight")
-                experts = [f"{mlp}experts.{expert}." for expert in range(self.experts)]
+                mine = range(
+                    ep_rank * self.experts // ep_size, (ep_rank + 1) * self.experts // ep_size
+                )
+                experts = [f"{mlp}experts.{expert}." for expert in mine]
                 params[f"{mlp}experts.w13_weight"] = torch.stack([gate_up(e) for e in experts])
                 params[f"{mlp}experts.w2_weight"] = torch.stack(
                     [columns(state[f"{e}down_proj.weight"]) for e in experts]
@@ -282,9 +315,11 @@ class TinyModel:
                 params[f"{mlp}gate_up_proj.weight"] = gate_up(mlp)
                 params[f"{mlp}down_proj.weight"] = columns(state[f"{mlp}down_proj.weight"])
             params.update({name: state[name] for name in whole})
-        params["model.norm.weight"] = state["model.norm.weight"]
-        if not self.tied:
-            params["lm_head.weight"] = vocabulary(state["lm_head.weight"])
+        if pp_rank == pp_size - 1:
+            params["model.norm.weight"] = state["model.norm.weight"]
+            if not self.tied or pp_size > 1:
+                head = embedding if self.tied else state["lm_head.weight"]
+                params["lm_head.weight"] = vocabulary(head, tp_size, tp_rank)
         return params
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_rdt.demo.models import TinyModel
+from sglang_rdt.plan.specs import EngineRank
 
 PROMPT = (1, 10, 20, 30, 40)
 NEW_TOKENS = 12
@@ -30,13 +31,17 @@ def through_transformers(model: TinyModel, state: Mapping[str, Any]) -> dict[str
 
 
 def unequal_parameters(
-    model: TinyModel, state: Mapping[str, Any], live: Sequence[Mapping[str, Any]]
+    model: TinyModel,
+    state: Mapping[str, Any],
+    live: Sequence[Mapping[str, Any]],
+    ranks: Sequence[EngineRank] = (),
 ) -> tuple[int, list[str]]:
     """Compares every engine parameter bit for bit.
 
     Args:
         state: HF tensors that the engine should hold.
-        live: per TP rank, the engine's parameters and buffers.
+        live: per rank, the engine's parameters and buffers.
+        ranks: the ranks in the same order; without them they are those of one TP group.
 
     Returns:
         How many parameters were compared, and one line per difference.
@@ -45,7 +50,11 @@ def unequal_parameters(
 
     compared, differences = 0, []
     for rank, tensors in enumerate(live):
-        expected = model.engine_params(state, len(live), rank)
+        expected = (
+            _expected(model, state, ranks[rank])
+            if ranks
+            else model.engine_params(state, len(live), rank)
+        )
         for name, want in expected.items():
             compared += 1
             have = tensors.get(name)
@@ -58,6 +67,18 @@ def unequal_parameters(
             elif not torch.equal(have.view(torch.uint8), want.contiguous().view(torch.uint8)):
                 differences.append(f"rank {rank}: {name} differs")
     return compared, differences
+
+
+def _expected(model: TinyModel, state: Mapping[str, Any], rank: EngineRank) -> dict[str, Any]:
+    return model.engine_params(
+        state,
+        rank.tp_size,
+        rank.rank.tp,
+        pp_size=rank.pp_size,
+        pp_rank=rank.rank.pp,
+        attn_dp_size=rank.dp_size if rank.dp_attention else 1,
+        ep_size=rank.ep_size,
+    )
 
 
 def same_tokens(model: TinyModel, checkpoint: Path, tokens: Sequence[int]) -> str | None:

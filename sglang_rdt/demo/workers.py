@@ -114,9 +114,16 @@ class EngineHost:
 
         return engine_of(self.engine).name
 
-    def generate(self, prompt: Sequence[int], count: int) -> tuple[list[int], str]:
-        """``count`` greedy tokens after ``prompt``, and the weight version on the reply."""
+    def generate(
+        self, prompt: Sequence[int], count: int, replica: int | None = None
+    ) -> tuple[list[int], str]:
+        """``count`` greedy tokens after ``prompt``, and the weight version on the reply.
+
+        ``replica``: the data-parallel rank to ask; None: whichever.
+        """
+        where = {} if replica is None else {"routed_dp_rank": replica}
         reply = self.engine.generate(
+            **where,
             input_ids=[list(prompt)],
             sampling_params={"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
         )[0]
@@ -155,7 +162,9 @@ class ServedEngine:
 
         self._timeout_s = timeout_s
         # RayEngine never removes a group that it made itself; it would outlive the engine.
-        world = kwargs.get("tp_size", 1) * kwargs.get("pp_size", 1) * kwargs.get("dp_size", 1)
+        world = kwargs.get("tp_size", 1) * kwargs.get("pp_size", 1)
+        if not kwargs.get("enable_dp_attention"):  # its data-parallel ranks are TP ranks
+            world *= kwargs.get("dp_size", 1)
         self._group = placement_group([{"CPU": 1, "GPU": 1}] * world, strategy="STRICT_PACK")
         self._get(self._group.ready())
         kwargs = {**kwargs, "placement_group": self._group}
@@ -169,9 +178,11 @@ class ServedEngine:
 
         return ray.get(ref, timeout=self._timeout_s)
 
-    def generate(self, prompt: Sequence[int], count: int) -> tuple[list[int], str]:
+    def generate(
+        self, prompt: Sequence[int], count: int, replica: int | None = None
+    ) -> tuple[list[int], str]:
         """See :meth:`EngineHost.generate`."""
-        return self._get(self.host.generate.remote(prompt, count))
+        return self._get(self.host.generate.remote(prompt, count, replica))
 
     def start_generate(self, prompt: Sequence[int], count: int) -> Any:
         """Like :meth:`generate`, without waiting: a reference."""

@@ -26,6 +26,7 @@ from sglang_rdt.coordinator.phases import PhaseTimer
 from sglang_rdt.engine.actor_class import plain_class
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.loop_inbox import LoopCall
+from sglang_rdt.engine.pipeline import Pipeline
 from sglang_rdt.engine.rank_session import RankSession
 from sglang_rdt.engine.recorder import describe_tensors
 from sglang_rdt.engine.scheduler_control import SchedulerControl
@@ -83,7 +84,10 @@ class RdtSchedulerActor:
         self._session = RankSession(self._control, self._gate, who)
         self._stall_timeout_s = settings.stall_timeout_s
         self._given_up: deque[str] = deque(maxlen=_REMEMBERED)
-        self.scheduler._request_dispatcher += TypeBasedDispatcher([(LoopCall, self._on_loop_call)])
+        on_call: Callable[[LoopCall], None] = self._on_loop_call
+        if self._control.pipelined:
+            on_call = Pipeline(self.scheduler, self._on_loop_call).later
+        self.scheduler._request_dispatcher += TypeBasedDispatcher([(LoopCall, on_call)])
         self._guard_control_requests()
         # The event loop spins, and gives the GIL up only when another thread has asked for so
         # long. Python's 5 ms would be paid at the beginning and at the end of every sync.
@@ -91,6 +95,7 @@ class RdtSchedulerActor:
 
     def _make_identity(self, given: dict[str, Any]) -> EngineRank:
         args = self.scheduler.server_args
+        dp_size, dp_attention = _data_parallel(args)
         return EngineRank(
             engine=given["engine"],
             rank=RankId(**given["rank"]),
@@ -99,10 +104,10 @@ class RdtSchedulerActor:
             namespace=given["namespace"],
             node_ip=_node_ip(),
             instance=given["instance"],
-            dp_size=args.dp_size,
+            dp_size=dp_size,
             pp_size=args.pp_size,
             tp_size=args.tp_size,
-            dp_attention=bool(getattr(args, "enable_dp_attention", False)),
+            dp_attention=dp_attention,
             ep_size=int(getattr(args, "ep_size", 1) or 1),
             sglang_version=installed_version("sglang") or "",
             package_version=sglang_rdt.__version__,
@@ -203,12 +208,12 @@ class RdtSchedulerActor:
             self._stall_timeout_s = request.stall_timeout_s
             self._phase_timeout_s = request.phase_timeout_s
 
-        self._gate.enter(request.sync_id, begin, request.begin_timeout_s)
+        self._enter(request.sync_id, begin, request.begin_timeout_s)
         return self.rdt_identity()
 
     def disconnect(self, token: str) -> None:
         """The trainer of ``token`` has closed: what was prepared for it is given up."""
-        self._gate.enter(
+        self._enter(
             f"disconnect-{token}", lambda: self._session.disconnect(token), self._phase_timeout_s
         )
 
@@ -220,7 +225,7 @@ class RdtSchedulerActor:
             EngineStateError: it is not dirty; nothing has changed.
         """
         check_version(version)
-        self._gate.enter(
+        self._enter(
             f"accept-{version}", lambda: self._session.accept(version), self._phase_timeout_s
         )
         return self.rdt_identity()
@@ -427,6 +432,11 @@ class RdtSchedulerActor:
         _, tensors = describe_tensors(self._control.model)
         return {n: tensors[n].detach().cpu().clone() for n in (names or tensors)}
 
+    def _enter(self, call_id: str, run: Callable[[], None], timeout_s: float) -> None:
+        # Before any rank hears of it: these loops could not be parked together.
+        self._control.refuse_unsupported_layout()
+        self._gate.enter(call_id, run, timeout_s)
+
     def _sync_id(self, given: str | None) -> str:
         if given is not None:
             return given
@@ -450,6 +460,19 @@ def _phase(timer: PhaseTimer, name: str) -> Iterator[None]:
     except RdtError as error:
         error.sync_phase = error.sync_phase or name
         raise
+
+
+def _data_parallel(args: Any) -> tuple[int, bool]:
+    """How many ranks share the requests, and whether they are ranks of one TP group.
+
+    From 0.5.22 there are several ways to ask for it, and the parallel state has the answer.
+    """
+    import sglang.srt.runtime_context as context
+
+    if hasattr(context, "num_dp_ranks_of"):
+        parallel = context.get_parallel()
+        return int(parallel.num_dp_ranks), bool(parallel.attn_dp_enabled)
+    return int(args.dp_size), bool(getattr(args, "enable_dp_attention", False))
 
 
 def _node_ip() -> str:

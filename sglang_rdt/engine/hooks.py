@@ -38,6 +38,38 @@ def scheduler_actor_class(released: Any) -> Any:
     return NamedActorClass(released)
 
 
+def dp_server_args(server_args: Any, port_args: Any, rank0_node_ip: str) -> Any:
+    """The server arguments that a data-parallel controller may declare an address on.
+
+    A copy, with the address already in it, where ``server_args`` are those that the engine has
+    published: SGLang refuses to declare anything on them, and makes ports from the field itself.
+    Up to 0.5.19 SGLang makes such a copy itself.
+    """
+    settings = settings_module.load()
+    if not settings.enabled or not settings.patch_dp_controller:
+        return server_args
+    import sglang.srt.ray.engine as module
+
+    if not hasattr(module, "declare_resolution"):
+        return server_args
+    from ray import cloudpickle
+    from sglang.srt.runtime_context import get_context
+
+    try:
+        published = get_context().server_args
+    except ValueError:  # nothing is
+        published = None
+    if published is not server_args:
+        return server_args
+    # The way that they also take to the actors: it keeps what was resolved.
+    copy = cloudpickle.loads(cloudpickle.dumps(server_args))
+    sealed = getattr(copy, "_resolution_finished", False)
+    copy._resolution_finished = False
+    copy.dist_init_addr = f"{rank0_node_ip}:{port_args.nccl_port}"
+    copy._resolution_finished = sealed
+    return copy
+
+
 def follow_weight_version(manager: Any) -> None:
     """Lets a TokenizerManager take the weight version that the schedulers send."""
     settings = settings_module.load()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_rdt.engine import pipeline
 from sglang_rdt.errors import EngineBusyError, EngineStateError
 
 # On a batch in SGLang's queue whose result was taken out of turn.
@@ -57,11 +58,40 @@ class SchedulerControl:
         return bool(self.scheduler._engine_paused)
 
     def vote(self, opinion: bool) -> bool:
-        """True on every rank of the TP group if all ranks say True."""
-        group = self.scheduler.tp_cpu_group
+        """True on every rank if all ranks say True: all that SGLang runs in step, so not the other
+        replicas of plain data parallelism."""
+        group = self._world.cpu_group if self.pipelined else self.scheduler.tp_cpu_group
         flag = torch.tensor([int(opinion)], dtype=torch.int32)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group)
         return bool(flag.item())
+
+    @property
+    def _world(self) -> Any:
+        return self.scheduler.world_group
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether there is more than one pipeline stage."""
+        return int(self.scheduler.server_args.pp_size) > 1
+
+    def refuse_unsupported_layout(self) -> None:
+        """Raises EngineStateError for what has event loops that cannot be parked together, or
+        weights that move without anybody's doing. Ranks of one engine answer alike."""
+        args = self.scheduler.server_args
+        why = None
+        if self.pipelined and getattr(args, "disaggregation_mode", "null") not in (None, "null"):
+            why = "pipeline parallelism in a prefill or decode server"
+        elif getattr(args, "enable_dp_attention_local_control_broadcast", False):
+            why = (
+                "enable_dp_attention_local_control_broadcast, with which the ranks do not hear of a "
+                "sync in the same turn"
+            )
+        elif getattr(args, "enable_eplb", False):
+            why = "enable_eplb, which moves experts to other ranks while the engine runs"
+        elif getattr(args, "elastic_ep_backend", None):
+            why = "elastic_ep_backend, with which ranks come and go"
+        if why is not None:
+            raise EngineStateError(f"{self._who} cannot be synced: it runs {why}")
 
     def pause(self, mode: str) -> None:
         """Stops generation: ``retract`` or ``in_place``."""
@@ -72,7 +102,17 @@ class SchedulerControl:
                 f"{self._who}: a prefill server with continuous input polling cannot be synced: "
                 "calls would run in the middle of a forward pass"
             )
-        self.scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+        request = PauseGenerationReqInput(mode=mode)
+        if not self.pipelined:
+            self.scheduler.pause_generation(request)
+            return
+        late = pipeline.under_way(self.scheduler)
+        if late:
+            raise EngineStateError(f"{self._who}: {late} microbatches did not come to their end")
+        if mode == "retract":
+            pipeline.retract_all(self.scheduler, lambda: self.scheduler.pause_generation(request))
+        else:
+            self.scheduler.pause_generation(request)
 
     def resume(self) -> None:
         """Goes on generating; keeps the allocator's memory."""

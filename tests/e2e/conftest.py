@@ -32,6 +32,7 @@ class EngineKey:
     model: TinyModel
     tp: int
     dtype: str = "bfloat16"
+    more: tuple[tuple[str, Any], ...] = ()  # other server arguments
 
 
 DENSE_TP2 = EngineKey(TinyModel("dense"), 2)
@@ -62,7 +63,11 @@ class EnginePool:
             start = self._folder / f"start{self._count}"
             key.model.save_random_checkpoint(start, seed=100, dtype=getattr(torch, key.dtype))
             kwargs = cpu.engine_kwargs(
-                str(start), tp_size=key.tp, dtype=key.dtype, port=31000 + self._count
+                str(start),
+                tp_size=key.tp,
+                dtype=key.dtype,
+                port=31000 + self._count,
+                **dict(key.more),
             )
             self._served, self._key = ServedEngine(kwargs), key
         return self._served
@@ -121,6 +126,7 @@ def cluster() -> Iterator[None]:
         "test_launchers",
         "test_transport",
         "test_direct",
+        "test_engine_parallel",
         "test_verify",
         "test_load",
         "test_races",

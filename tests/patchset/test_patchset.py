@@ -36,6 +36,7 @@ HOOK_NAMES = {
     "scheduler_actor": "_rdt_scheduler_actor_class",
     "event_loop": "_rdt_add_loop_calls",
     "weight_version": "_rdt_follow_weight_version",
+    "dp_controller": "_rdt_dp_server_args",
     "optimizer_step": "_rdt_instrument_optimizers",
 }
 MINI_VERSIONS = {"sglang": "0.5.23", "megatron-core": "0.19.2"}
@@ -50,7 +51,14 @@ logger = logging.getLogger(__name__)
 
 
 def launch():
+    one_more_line = None
     return SchedulerActor
+
+
+class RayEngine(Engine):
+    def _launch_dp_scheduler_processes(self, server_args, port_args, rank0_node_ip):
+        \"\"\"Launch DP schedulers via RayDataParallelController.\"\"\"
+        return server_args
 """,
     "sglang/srt/managers/scheduler_components/request_receiver.py": """\
 from typing import TYPE_CHECKING
@@ -300,7 +308,9 @@ def test_the_patches_are_those_of_the_monkey_patch() -> None:
     assert {(p.name, p.package, p.path) for p in regenerate.PATCHES} == {
         (p.name, p.package, p.module.replace(".", "/") + ".py") for p in upstream.PATCHES
     }
-    assert upstream.SOURCE_MARKER == regenerate.MARKER
+    assert {(p.name, p.marker) for p in regenerate.PATCHES} == {
+        (p.name, p.marker) for p in upstream.PATCHES
+    }
 
 
 @pytest.mark.parametrize("path", PATCH_FILES, ids=patch_name)
@@ -311,15 +321,16 @@ def test_patch_file_has_its_header_and_only_adds_a_few_lines(path: Path) -> None
     assert list(fields) == ["What", "Why", "Upstream", "Versions", "Drop when"]
     assert fields["Versions"].endswith(f"this file: {path.parts[-2]}")
     pull = "radixark/miles#1313" if "megatron" in str(path) else "sgl-project/sglang#27723"
-    assert pull in fields["Upstream"]
+    assert ("no issue found" if "dp-controller" in path.name else pull) in fields["Upstream"]
     body = diff.split("\n")[2:]
     assert not [line for line in body if line.startswith("-")]
     added = [line[1:] for line in body if line.startswith("+")]
     assert len([line for line in added if line]) <= 4
-    assert f"{regenerate.MARKER} = True" in added
+    marker = next(p.marker for p in regenerate.PATCHES if p.filename == path.name)
+    assert f"{marker} = True" in added
     # The import of the package runs the monkey-patch's hooks, which look for the marker.
     imported = next(i for i, line in enumerate(added) if line.startswith("from "))
-    assert added.index(f"{regenerate.MARKER} = True") < imported
+    assert added.index(f"{marker} = True") < imported
 
 
 @pytest.mark.parametrize("patch", regenerate.PATCHES, ids=lambda patch: patch.name)
@@ -689,7 +700,7 @@ def assert_patched_sources(site: Path) -> None:
             continue
         tree = ast.parse((site / patch.path).read_text())
         assigned = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
-        assert assigned.count(f"{regenerate.MARKER} = True") == 1
+        assert assigned.count(f"{patch.marker} = True") == 1
         hook = HOOK_NAMES[patch.name]
         calls = [
             node
@@ -707,6 +718,9 @@ def assert_patched_sources(site: Path) -> None:
             body = method(tree, "TokenizerManager", "init_request_dispatcher")
             assert body[-1] == f"{hook}(self)"
             assert any(line.startswith("self.init_communicators(") for line in body[:-1])
+        elif patch.name == "dp_controller":
+            body = method(tree, "RayEngine", "_launch_dp_scheduler_processes")
+            assert body[1].startswith(f"server_args = {hook}(server_args, ")
         else:
             assert ast.unparse(tree.body[-1]) == f"{hook}(globals())"
 

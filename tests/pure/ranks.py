@@ -155,6 +155,10 @@ class Control:
         if "unsupported" in self.fail:
             raise self.fail.pop("unsupported")
 
+    def refuse_unsupported_layout(self) -> None:
+        if "layout" in self.fail:
+            raise self.fail.pop("layout")
+
     def pause(self, mode: str) -> None:
         self._do(f"pause {mode}")
         self.paused = True

@@ -34,6 +34,12 @@ from sglang.srt.ray.scheduler_actor import SchedulerActor
 
 def _create_scheduler_actor(pg, bundle_idx, server_args, port_args, gpu_id, tp_rank, pp_rank, dp_rank):
     return SchedulerActor.options(strategy=PlacementGroupSchedulingStrategy).remote
+
+class RayEngine:
+    @classmethod
+    def _launch_dp_scheduler_processes(cls, server_args, port_args, pg, bundle_for_node, rank0_node_ip):
+        dp_server_args = server_args
+        return RayDataParallelController(dp_server_args)
 """
 RECEIVER = """
 class SchedulerRequestReceiver:
@@ -109,6 +115,7 @@ TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 MEGATRON = "megatron.core.optimizer.optimizer"
 PATCHED = {
     "scheduler_actor": RAY_ENGINE,
+    "dp_controller": RAY_ENGINE,
     "event_loop": EVENT_LOOP,
     "weight_version": TOKENIZER,
     "optimizer_step": MEGATRON,
@@ -256,6 +263,7 @@ def test_one_switch_for_everything(good_site: Site) -> None:
     ("name", "toggle"),
     [
         ("scheduler_actor", "SGLANG_RDT_PATCH_SCHEDULER_ACTOR"),
+        ("dp_controller", "SGLANG_RDT_PATCH_DP_CONTROLLER"),
         ("event_loop", "SGLANG_RDT_PATCH_EVENT_LOOP"),
         ("weight_version", "SGLANG_RDT_PATCH_WEIGHT_VERSION"),
         ("optimizer_step", "MEGATRON_RDT_PATCH_OPTIMIZER_STEP"),
@@ -269,6 +277,7 @@ def test_each_patch_has_its_own_switch(good_site: Site, name: str, toggle: str) 
 def test_patched_sources_are_left_alone(site: Site) -> None:
     for name in PATCHED.values():
         site.sources[name] += "\n_SGLANG_RDT_PATCHED = True\n"
+    site.sources[RAY_ENGINE] += "_SGLANG_RDT_PATCHED_DP = True\n"
     code = "import sglang_rdt\n" + IMPORT_ALL
     code += f"import {RAY_ENGINE} as e; assert type(e.SchedulerActor).__name__ == 'ActorClass'\n"
     assert site.json(code + SHOW) == dict.fromkeys(PATCHED, "source")
