@@ -139,7 +139,9 @@ def make_options(
         command=command,
     )
     _check(options)
-    shown = {k: v for k, v in dataclasses.asdict(layout).items() if v is not None}
+    shown = {
+        k: v for k, v in dataclasses.asdict(layout).items() if v is not None and (k, v) != ("cp", 1)
+    }
     described: dict[str, Any] = {
         "trainer": ",".join(f"{k}={v}" for k, v in shown.items()),
         "engine": f"tp={tp}",

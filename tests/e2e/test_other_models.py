@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.e2e.conftest import (
     EnginePool,
     TrainerPool,
 )
-from tests.e2e.steps import SETTINGS, sync_and_check
+from tests.e2e.steps import SETTINGS, assert_engine_holds, sync_and_check
 
 pytestmark = pytest.mark.e2e
 
@@ -28,6 +29,7 @@ CASES: dict[str, tuple[EngineKey, Layout]] = {
     "tied-padded-biased-pp2-to-tp2": (TIED_TP2, Layout(pp=2)),
     "dense-tp2-to-tp1": (DENSE_TP1, Layout(tp=2)),
     "dense-pp2-to-tp1": (DENSE_TP1, Layout(pp=2)),
+    "dense-tp2-pp2-to-tp1": (DENSE_TP1, Layout(tp=2, pp=2)),
 }
 
 
@@ -41,3 +43,21 @@ def test_a_step_reaches_the_engine(
     group.attach(SETTINGS.replace(verify="equal"), engines=[served.address])
     first, second = sync_and_check(key.model, group, served, tmp_path)
     assert first.nbytes == second.nbytes
+
+
+def test_context_parallel_ranks_share_the_load(engines: EnginePool, trainers: TrainerPool) -> None:
+    """They hold the same weights, as Megatron's own state says; its attention cannot train so."""
+    served = engines.get(DENSE_TP1)
+    group = trainers.get(DENSE_TP1.model, Layout(tp=2, cp=2), seed=60)
+    group.attach(SETTINGS, on_step=False, engines=[served.address])
+    for seed in (61, 62):
+        group.on_all(_set_weights, seed)
+        group.on_all(lambda rank, version: rank.sync.sync(version), str(seed))
+        assert_engine_holds(DENSE_TP1.model, DENSE_TP1.model.random_hf_state(seed), served)
+    sent = group.on_all(lambda rank: len(rank.sync._link._mover._summed))
+    assert all(sent), sent  # parameters that each of the four gives a part of
+
+
+def _set_weights(rank: Any, seed: int) -> None:
+    rank.trainer._seed = seed
+    rank.trainer._load_initial_weights(rank.trainer.model_chunks)

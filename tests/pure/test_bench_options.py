@@ -78,7 +78,7 @@ def test_a_layout() -> None:
         ({"trainer": "tp=2,xp=1"}, ["--trainer", "xp=1"]),
         ({"trainer": "tp"}, ["--trainer", "'tp'"]),
         ({"trainer": "tp=0"}, ["--trainer", "tp must be a number"]),
-        ({"trainer": "tp=1,ep=2"}, ["--trainer", "tp * dp must be a multiple of ep"]),
+        ({"trainer": "tp=1,ep=2"}, ["--trainer", "tp * cp * dp must be a multiple of ep"]),
         ({"trainer": "dp=2,ep=2"}, ["ep=2", "no experts"]),
         ({"trainer": "tp=4"}, ["tp=4", "key/value heads"]),
         ({"trainer": "tp=3"}, ["tp=3", "does not divide"]),
