@@ -55,7 +55,9 @@ def test_context_parallel_ranks_share_the_load(engines: EnginePool, trainers: Tr
         group.on_all(lambda rank, version: rank.sync.sync(version), str(seed))
         assert_engine_holds(DENSE_TP1.model, DENSE_TP1.model.random_hf_state(seed), served)
     sent = group.on_all(lambda rank: len(rank.sync._link._mover._summed))
-    assert all(sent), sent  # parameters that each of the four gives a part of
+    # What is this small is not cut, but it does not all come from the first ones either.
+    assert any(sent[:2]), sent
+    assert any(sent[2:]), sent
 
 
 def _set_weights(rank: Any, seed: int) -> None:
