@@ -240,6 +240,17 @@ def same(one: DirectPlan, two: DirectPlan) -> bool:
     ]
 
 
+def shifted(one: TrainerRank) -> TrainerRank:
+    """The same, a few elements further on in each block."""
+    return replace(
+        one,
+        blocks=tuple(replace(b, nbytes=b.nbytes + 64) for b in one.blocks),
+        holds=tuple(
+            replace(h, local=replace(h.local, offset=h.local.offset + 4)) for h in one.holds
+        ),
+    )
+
+
 def test_nothing_is_kept_where_the_trainer_holds_something_else() -> None:
     fleet = fleet_of(Cut(tp=2, dp=2), "a", "b")
     for trainers in (
@@ -247,6 +258,7 @@ def test_nothing_is_kept_where_the_trainer_holds_something_else() -> None:
         resharding.trainers(SHAPE, Cut(tp=4)),
         resharding.trainers(SHAPE, Cut(tp=2, dp=2), one_block=True),
         [replace(t, rank=t.rank + 1) for t in fleet.trainers],
+        [shifted(t) for t in fleet.trainers],
     ):
         plan = make_direct_plan(trainers, fleet.layouts, previous=fleet.plan)
         assert plan.kept == frozenset()
