@@ -1,4 +1,4 @@
-"""Engines in other shapes than one TP group: pipeline stages, replicas, DP attention with EP."""
+"""Engines in other shapes than one TP group: pipeline stages, replicas, DP attention, EP."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Shape:
 SHAPES = {
     "pp 2": Shape(EngineKey(DENSE, 1, more=(("pp_size", 2),)), Layout(tp=2)),
     "dp 2": Shape(EngineKey(DENSE, 1, more=(("dp_size", 2),)), Layout(tp=2), replicas=2),
-    "dp attention, ep 2": Shape(
-        EngineKey(MOE, 2, more=(("dp_size", 2), ("enable_dp_attention", True), ("ep_size", 2))),
+    "dp attention": Shape(
+        EngineKey(MOE, 2, more=(("dp_size", 2), ("enable_dp_attention", True))),
         Layout(dp=2, ep=2, etp=1),
         replicas=2,
     ),
@@ -190,3 +190,17 @@ def test_a_sync_that_breaks_on_one_rank_leaves_all_dirty_until_the_next(
     assert _sync(group, "whole") == ["", ""]
     assert ray.get(waiting, timeout=60)[1] == "whole"
     _check(shape, group, served, "whole", tmp_path)
+
+
+def test_experts_that_are_dealt_out(engines: EnginePool, trainers: TrainerPool) -> None:
+    """Weights only: without a GPU, SGLang's experts cannot tell whose token is not theirs."""
+    served = engines.get(EngineKey(MOE, 2, more=(("ep_size", 2),)))
+    assert {r.ep_size for r in served.engine.ranks} == {2}
+    for mode, layout in ((DIRECT, Layout(dp=2, ep=2, etp=1)), (BUCKETED, Layout(tp=2))):
+        group = trainers.get(MOE, layout, seed=56)
+        group.attach(mode, on_step=False, engines=[served.address])
+        for version in ("1", "2"):
+            group.all("step")
+            assert _sync(group, version) == ["", ""]
+            assert_engine_holds(MOE, group.weights(), served)
+            assert {(s.state, s.version) for s in served.engine.status()} == {("current", version)}
