@@ -73,6 +73,14 @@ def _on_last_rank(served: ServedEngine, run: Callable[[Any], Any]) -> Any:
     return ray.get(served.engine.actors[-1].__ray_call__.remote(run), timeout=30)
 
 
+def _refuse(actor: Any) -> None:
+    actor._session.weights.unfinished = lambda: ["somewhere"]
+
+
+def _allow(actor: Any) -> None:
+    del actor._session.weights.unfinished
+
+
 def _sync(group: Trainers, version: str) -> list[str]:
     """What each trainer rank was told of a sync."""
 
@@ -148,20 +156,57 @@ def test_a_sync_that_one_rank_refuses_changes_no_rank(
     assert _sync(group, "fine") == ["", ""]
     before = served.weights()
 
-    def refuse(actor: Any) -> None:
-        actor._session.weights.unfinished = lambda: ["somewhere"]
-
-    def allow(actor: Any) -> None:
-        del actor._session.weights.unfinished
-
-    _on_last_rank(served, refuse)
+    _on_last_rank(served, _refuse)
     for message in _sync(group, "refused"):
         assert "could land in newer weights" in message
     assert {(s.state, s.version) for s in served.engine.status()} == {("current", "fine")}
     after = served.weights()
     assert all((b[n] == a[n]).all() for b, a in zip(before, after, strict=True) for n in b)
     assert served.generate(proof.PROMPT, 2)[1] == "fine"
-    _on_last_rank(served, allow)
+    _on_last_rank(served, _allow)
+    assert _sync(group, "again") == ["", ""]
+    _check(shape, group, served, "again", tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["dp 2"], indirect=True)
+def test_no_replica_reads_before_all_have_begun(
+    shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
+) -> None:
+    """Direct mode, in which each rank otherwise begins and reads in one call."""
+    served = engines.get(shape.key)
+    group = trainers.get(shape.model, shape.layout, seed=57)
+    group.attach(DIRECT, on_step=False, engines=[served.address])
+
+    def join_replicas(rank: Any) -> None:
+        rank.sync.connect()
+        coordinator = rank.sync._coordinator
+        if coordinator is None:
+            return
+
+        def start_syncs(sync_id: str, *, checksum: bool, overwrite: bool) -> Any:
+            request = coordinator._request(sync_id, "sync", overwrite=overwrite)
+            started = {}
+            for name, engine in coordinator.engines.items():
+                begun = engine.start("begin_sync", request).values()
+                started[name] = engine.start(
+                    "read_direct",
+                    sync_id,
+                    coordinator._connections[name],
+                    True,
+                    checksum,
+                    *begun,
+                )
+            return started
+
+        coordinator.start_syncs = start_syncs
+
+    group.on_all(join_replicas)
+    assert _sync(group, "fine") == ["", ""]
+    _on_last_rank(served, _refuse)
+    for message in _sync(group, "refused"):
+        assert "could land in newer weights" in message
+    assert {(s.state, s.version) for s in served.engine.status()} == {("current", "fine")}
+    _on_last_rank(served, _allow)
     assert _sync(group, "again") == ["", ""]
     _check(shape, group, served, "again", tmp_path)
 
