@@ -309,7 +309,7 @@ class RdtSchedulerActor:
         return self._command(prepare, sync_id)
 
     def read_direct(
-        self, sync_id: str, connection: str, finalise: bool, checksum: bool
+        self, sync_id: str, connection: str, finalise: bool, checksum: bool, *begun: EngineRank
     ) -> ReadResult:
         """Reads everything that was prepared into the live parameters.
 
@@ -317,6 +317,9 @@ class RdtSchedulerActor:
             connection: the connect session in which it was.
             finalise: whether nothing else follows: checksums if asked for, then
                 :meth:`finalise`, in the same call.
+            begun: what :meth:`begin_sync` returned, on this rank and on those that do not vote with
+                it (other replicas). As references: Ray makes this call once all of them have
+                begun, and not at all if one was refused.
 
         Raises:
             EngineStateError: no such sync is under way, or nothing was prepared.

@@ -1,13 +1,14 @@
-"""Running our code on the scheduler's event-loop thread, on all TP ranks at once.
+"""Running our code on the scheduler's event-loop thread, on all ranks at once.
 
 The Ray method leaves what to do at its rank (:meth:`LoopGate.enter`) and waits; the entry rank
 also posts a :class:`~sglang_rdt.engine.loop_inbox.LoopCall`, which SGLang broadcasts. Each rank's
-event loop then runs what was left there. A call may *park* the loop: it stays on the loop thread
+event loop then runs what was left there (with pipeline stages some turns later, see
+:mod:`sglang_rdt.engine.pipeline`). A call may *park* the loop: it stays on the loop thread
 and runs commands (:meth:`LoopGate.command`) until one of them releases it. While a loop is parked
 nobody spins, so Ray's threads have the GIL, and no forward pass can run.
 
 Ranks never diverge: before anything happens, and again at every decision, they vote
-(:data:`Vote`) over SGLang's own CPU group; one "no", or one rank whose call never arrived, means
+(:data:`Vote`) over SGLang's own CPU group, that of all ranks which run in step; one "no", or one rank whose call never arrived, means
 no for all.
 """
 
@@ -31,7 +32,7 @@ logger = logging.getLogger("sglang_rdt")
 
 T = TypeVar("T")
 
-# All ranks of the TP group call it with their opinion; True only if everyone said True.
+# All ranks that run in step call it with their opinion; True only if everyone said True.
 Vote = Callable[[bool], bool]
 
 # How long a rank's loop waits for its own call after the broadcast told it of one.

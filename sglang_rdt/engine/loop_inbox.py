@@ -1,8 +1,8 @@
 """Calls on their way to the event loop of this process.
 
 The receiver of requests (patch ``event_loop``) picks them up on the entry rank; SGLang's own
-broadcast then carries each to every rank of the tensor-parallel group, so that all ranks handle
-it in the same turn of the loop. Only the call's id travels: what to do waits at each rank.
+broadcast then carries each to every rank of the tensor-parallel group, and its pipeline to the
+later stages, so that all ranks hear of it in the same turn of the loop. Only the call's id travels: what to do waits at each rank.
 """
 
 from __future__ import annotations

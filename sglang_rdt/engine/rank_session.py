@@ -2,7 +2,7 @@
 :mod:`sglang_rdt.engine.states`.
 
 Everything but :meth:`RankSession.status` runs on the event-loop thread. Each transition is voted
-on by all ranks of the TP group, so that no rank serves what another does not.
+on by all ranks that run in step, so that no rank serves what another does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines in other shapes than one TP group: pipeline stages, replicas, DP attention with EP."""
+"""Engines in other shapes than one TP group: pipeline stages, replicas, DP attention, EP."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Shape:
 SHAPES = {
     "pp 2": Shape(EngineKey(DENSE, 1, more=(("pp_size", 2),)), Layout(tp=2)),
     "dp 2": Shape(EngineKey(DENSE, 1, more=(("dp_size", 2),)), Layout(tp=2), replicas=2),
-    "dp attention, ep 2": Shape(
-        EngineKey(MOE, 2, more=(("dp_size", 2), ("enable_dp_attention", True), ("ep_size", 2))),
+    "dp attention": Shape(
+        EngineKey(MOE, 2, more=(("dp_size", 2), ("enable_dp_attention", True))),
         Layout(dp=2, ep=2, etp=1),
         replicas=2,
     ),
@@ -71,6 +71,14 @@ def _check(shape: Shape, group: Trainers, served: ServedEngine, version: str, fo
 
 def _on_last_rank(served: ServedEngine, run: Callable[[Any], Any]) -> Any:
     return ray.get(served.engine.actors[-1].__ray_call__.remote(run), timeout=30)
+
+
+def _refuse(actor: Any) -> None:
+    actor._session.weights.unfinished = lambda: ["somewhere"]
+
+
+def _allow(actor: Any) -> None:
+    del actor._session.weights.unfinished
 
 
 def _sync(group: Trainers, version: str) -> list[str]:
@@ -148,20 +156,57 @@ def test_a_sync_that_one_rank_refuses_changes_no_rank(
     assert _sync(group, "fine") == ["", ""]
     before = served.weights()
 
-    def refuse(actor: Any) -> None:
-        actor._session.weights.unfinished = lambda: ["somewhere"]
-
-    def allow(actor: Any) -> None:
-        del actor._session.weights.unfinished
-
-    _on_last_rank(served, refuse)
+    _on_last_rank(served, _refuse)
     for message in _sync(group, "refused"):
         assert "could land in newer weights" in message
     assert {(s.state, s.version) for s in served.engine.status()} == {("current", "fine")}
     after = served.weights()
     assert all((b[n] == a[n]).all() for b, a in zip(before, after, strict=True) for n in b)
     assert served.generate(proof.PROMPT, 2)[1] == "fine"
-    _on_last_rank(served, allow)
+    _on_last_rank(served, _allow)
+    assert _sync(group, "again") == ["", ""]
+    _check(shape, group, served, "again", tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["dp 2"], indirect=True)
+def test_no_replica_reads_before_all_have_begun(
+    shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
+) -> None:
+    """Direct mode, in which each rank otherwise begins and reads in one call."""
+    served = engines.get(shape.key)
+    group = trainers.get(shape.model, shape.layout, seed=57)
+    group.attach(DIRECT, on_step=False, engines=[served.address])
+
+    def join_replicas(rank: Any) -> None:
+        rank.sync.connect()
+        coordinator = rank.sync._coordinator
+        if coordinator is None:
+            return
+
+        def start_syncs(sync_id: str, *, checksum: bool, overwrite: bool) -> Any:
+            request = coordinator._request(sync_id, "sync", overwrite=overwrite)
+            started = {}
+            for name, engine in coordinator.engines.items():
+                begun = engine.start("begin_sync", request).values()
+                started[name] = engine.start(
+                    "read_direct",
+                    sync_id,
+                    coordinator._connections[name],
+                    True,
+                    checksum,
+                    *begun,
+                )
+            return started
+
+        coordinator.start_syncs = start_syncs
+
+    group.on_all(join_replicas)
+    assert _sync(group, "fine") == ["", ""]
+    _on_last_rank(served, _refuse)
+    for message in _sync(group, "refused"):
+        assert "could land in newer weights" in message
+    assert {(s.state, s.version) for s in served.engine.status()} == {("current", "fine")}
+    _on_last_rank(served, _allow)
     assert _sync(group, "again") == ["", ""]
     _check(shape, group, served, "again", tmp_path)
 
@@ -190,3 +235,17 @@ def test_a_sync_that_breaks_on_one_rank_leaves_all_dirty_until_the_next(
     assert _sync(group, "whole") == ["", ""]
     assert ray.get(waiting, timeout=60)[1] == "whole"
     _check(shape, group, served, "whole", tmp_path)
+
+
+def test_experts_that_are_dealt_out(engines: EnginePool, trainers: TrainerPool) -> None:
+    """Weights only: without a GPU, SGLang's experts cannot tell whose token is not theirs."""
+    served = engines.get(EngineKey(MOE, 2, more=(("ep_size", 2),)))
+    assert {r.ep_size for r in served.engine.ranks} == {2}
+    for mode, layout in ((DIRECT, Layout(dp=2, ep=2, etp=1)), (BUCKETED, Layout(tp=2))):
+        group = trainers.get(MOE, layout, seed=56)
+        group.attach(mode, on_step=False, engines=[served.address])
+        for version in ("1", "2"):
+            group.all("step")
+            assert _sync(group, version) == ["", ""]
+            assert_engine_holds(MOE, group.weights(), served)
+            assert {(s.state, s.version) for s in served.engine.status()} == {("current", version)}

@@ -283,6 +283,15 @@ def test_patched_sources_are_left_alone(site: Site) -> None:
     assert site.json(code + SHOW) == dict.fromkeys(PATCHED, "source")
 
 
+def test_a_second_hook_further_down_is_seen_while_the_first_is_imported(site: Site) -> None:
+    source = site.sources[RAY_ENGINE]
+    site.sources[RAY_ENGINE] = (
+        f"_SGLANG_RDT_PATCHED = True\nimport sglang_rdt\n{source}\n_SGLANG_RDT_PATCHED_DP = True\n"
+    )
+    state = site.json(f"import {RAY_ENGINE}\n" + SHOW)
+    assert state["scheduler_actor"] == state["dp_controller"] == "source"
+
+
 SENTENCE = (
     "sglang_rdt.errors.UnsupportedVersionError: sglang-rdt supports sglang 0.5.16 to 0.5.23; {} is "
     "installed. Install a supported sglang, or set SGLANG_RDT=0 to run without weight sync."
