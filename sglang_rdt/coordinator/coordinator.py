@@ -336,10 +336,16 @@ class Coordinator:
         """All ranks of all engines begin, read what they prepared, and end their session; engine
         -> references. Nothing else must follow but :meth:`commit` or :meth:`abort`."""
         request = self._request(sync_id, "sync", overwrite=overwrite)
-        return {
-            name: engine.start("sync_direct", request, self._connections[name], checksum)
-            for name, engine in self.taking_part.items()
-        }
+
+        def start(name: str, engine: Engine) -> dict[str, Any]:
+            connection = self._connections[name]
+            if not engine.replicated:
+                return engine.start("sync_direct", request, connection, checksum)
+            # Replicas do not vote with one another: none of them reads before all have begun.
+            begun = engine.start("begin_sync", request).values()
+            return engine.start("read_direct", sync_id, connection, True, checksum, *begun)
+
+        return {name: start(name, engine) for name, engine in self.taking_part.items()}
 
     def start_reads(self, sync_id: str, engines: Sequence[str]) -> dict[str, dict[str, Any]]:
         """All ranks of ``engines``, which have begun, read what they prepared; engine ->

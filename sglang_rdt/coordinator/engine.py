@@ -31,6 +31,12 @@ class Engine:
         """Unique per start of the engine."""
         return self.ranks[0].instance
 
+    @property
+    def replicated(self) -> bool:
+        """Whether it is several replicas (plain data parallelism), which SGLang does not run in
+        step."""
+        return self.ranks[0].dp_size > 1 and not self.ranks[0].dp_attention
+
     def __str__(self) -> str:
         return f"engine {self.name}"
 
