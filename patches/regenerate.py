@@ -194,6 +194,35 @@ PATCHES: tuple[Patch, ...] = (
         ),
     ),
     Patch(
+        package="sglang",
+        number=5,
+        name="placement",
+        path="sglang/srt/ray/engine.py",
+        what="RayEngine starts its ranks on bundles that are reserved already, and nothing on other "
+        "nodes than the first; it can serve engine info, and ends only what it has started.",
+        why="without the keyword it makes a second group, or waits for ever on the calling actor's; "
+        "every node of a multi-node engine starts all ranks; shutdown kills all children of its process.",
+        upstream="sgl-project/sglang#24667, sgl-project/sglang#27723, sgl-project/sglang#20907",
+        drop_when="RayEngine and --use-ray take the group and bundles of the calling actor, and clean up.",
+        edits=(
+            Edit(
+                "def _find_engine_bundle(",
+                (
+                    f"{MARKER} = True",
+                    "from sglang_rdt.engine.placement import in_class_body as _rdt_placement",
+                    "",
+                    "",
+                ),
+                before=True,
+            ),
+            Edit(
+                "    def __init__(self, **kwargs):",
+                ("    _rdt_placed = _rdt_placement(globals())", ""),
+                before=True,
+            ),
+        ),
+    ),
+    Patch(
         package="megatron-core",
         number=1,
         name="optimizer_step",

@@ -36,6 +36,7 @@ HOOK_NAMES = {
     "scheduler_actor": "_rdt_scheduler_actor_class",
     "event_loop": "_rdt_add_loop_calls",
     "weight_version": "_rdt_follow_weight_version",
+    "placement": "_rdt_placement",
     "optimizer_step": "_rdt_instrument_optimizers",
 }
 MINI_VERSIONS = {"sglang": "0.5.23", "megatron-core": "0.19.2"}
@@ -51,6 +52,20 @@ logger = logging.getLogger(__name__)
 
 def launch():
     return SchedulerActor
+
+
+def _find_engine_bundle(
+    placement_group,
+    nnodes,
+):
+    return 0
+
+
+class RayEngine(Engine):
+    # Engine using Ray actors for scheduler processes.
+
+    def __init__(self, **kwargs):
+        self.kwargs = kwargs
 """,
     "sglang/srt/managers/scheduler_components/request_receiver.py": """\
 from typing import TYPE_CHECKING

@@ -34,6 +34,20 @@ from sglang.srt.ray.scheduler_actor import SchedulerActor
 
 def _create_scheduler_actor(pg, bundle_idx, server_args, port_args, gpu_id, tp_rank, pp_rank, dp_rank):
     return SchedulerActor.options(strategy=PlacementGroupSchedulingStrategy).remote
+
+def _compute_world_size(): pass
+
+def _find_engine_bundle(placement_group, nnodes): pass
+
+class RayEngine:
+    def __init__(self, **kwargs): pass
+
+    def shutdown(self): self.scheduler_actors
+
+    @classmethod
+    def _launch_scheduler_processes(cls, server_args, port_args, run_scheduler_process_func):
+        is_custom_pg = envs.SGLANG_RAY_BUNDLE_INDICES, get_current_placement_group, _find_engine_bundle
+        return RaySchedulerInitResult, _compute_world_size
 """
 RECEIVER = """
 class SchedulerRequestReceiver:
@@ -109,6 +123,7 @@ TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 MEGATRON = "megatron.core.optimizer.optimizer"
 PATCHED = {
     "scheduler_actor": RAY_ENGINE,
+    "placement": RAY_ENGINE,
     "event_loop": EVENT_LOOP,
     "weight_version": TOKENIZER,
     "optimizer_step": MEGATRON,
@@ -258,6 +273,7 @@ def test_one_switch_for_everything(good_site: Site) -> None:
         ("scheduler_actor", "SGLANG_RDT_PATCH_SCHEDULER_ACTOR"),
         ("event_loop", "SGLANG_RDT_PATCH_EVENT_LOOP"),
         ("weight_version", "SGLANG_RDT_PATCH_WEIGHT_VERSION"),
+        ("placement", "SGLANG_RDT_PATCH_PLACEMENT"),
         ("optimizer_step", "MEGATRON_RDT_PATCH_OPTIMIZER_STEP"),
     ],
 )
