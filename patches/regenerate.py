@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 MARKER = "_SGLANG_RDT_PATCHED"
 # A second patch of one file has a marker of its own.
 DP_MARKER = f"{MARKER}_DP"
+PLACEMENT_MARKER = f"{MARKER}_PLACEMENT"
 
 VERSIONS: dict[str, tuple[str, ...]] = {
     "sglang": ("0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
@@ -226,6 +227,36 @@ PATCHES: tuple[Patch, ...] = (
             ),
         ),
         marker=DP_MARKER,
+    ),
+    Patch(
+        package="sglang",
+        number=5,
+        name="placement",
+        path="sglang/srt/ray/engine.py",
+        what="RayEngine starts its ranks on bundles that are reserved already, and nothing on other "
+        "nodes than the first; it can serve engine info, and ends only what it has started.",
+        why="without the keyword it makes a second group, or waits for ever on the calling actor's; "
+        "every node of a multi-node engine starts all ranks; shutdown kills all children of its process.",
+        upstream="sgl-project/sglang#24667, sgl-project/sglang#27723, sgl-project/sglang#20907",
+        drop_when="RayEngine and --use-ray take the group and bundles of the calling actor, and clean up.",
+        edits=(
+            Edit(
+                "def _find_engine_bundle(",
+                (
+                    f"{PLACEMENT_MARKER} = True",
+                    "from sglang_rdt.engine.placement import in_class_body as _rdt_placement",
+                    "",
+                    "",
+                ),
+                before=True,
+            ),
+            Edit(
+                "    def __init__(self, **kwargs):",
+                ("    _rdt_placed = _rdt_placement(globals())", ""),
+                before=True,
+            ),
+        ),
+        marker=PLACEMENT_MARKER,
     ),
     Patch(
         package="megatron-core",

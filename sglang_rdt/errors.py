@@ -118,6 +118,10 @@ class SlicesError(RdtError):
     """A slice reaches outside of its tensor, overlaps another, or is malformed."""
 
 
+class PlacementError(RdtError):
+    """An engine cannot be started on the bundles or ports that it was given; says what there is."""
+
+
 class TransportError(RdtError):
     """NIXL or Ray Direct Transport failed; the message names both ends."""
 

@@ -140,6 +140,13 @@ class Settings:
         parse_bool,
         "Patch `dp_controller`: RayEngine starts with `dp_size` above 1 (SGLang 0.5.20 to 0.5.23 fail).",
     )
+    patch_placement: bool = _setting(
+        "SGLANG_RDT_PATCH_PLACEMENT",
+        True,
+        parse_bool,
+        "Patch `placement`: engines reuse reserved bundles, other nodes start nothing, "
+        "engine info, and a shutdown that ends only what the engine started.",
+    )
     patch_optimizer_step: bool = _setting(
         "MEGATRON_RDT_PATCH_OPTIMIZER_STEP",
         True,
@@ -152,6 +159,20 @@ class Settings:
         parse_optional_text,
         "Ray namespace of the scheduler actors, and where engines are looked up; "
         "unset: the namespace of the Ray job.",
+    )
+    placement_group: str | None = _setting(
+        "SGLANG_RDT_PLACEMENT_GROUP",
+        None,
+        parse_optional_text,
+        "Placement group for engines that are not given one, by id (hex) or name, of any job; its "
+        "bundles have one GPU each, and `SGLANG_RAY_BUNDLE_INDICES` may say which, in rank order.",
+    )
+    engine_info: bool = _setting(
+        "SGLANG_RDT_ENGINE_INFO",
+        False,
+        parse_bool,
+        "Engines serve each rank's parallel configuration over HTTP at SGLang's "
+        "`engine_info_bootstrap_port`, without seeding weights.",
     )
     ray_address: str = _setting(
         "SGLANG_RDT_RAY_ADDRESS",

@@ -22,6 +22,7 @@ RAY_VERSIONS = ("2.56", None)
 SOURCE_MARKER = "_SGLANG_RDT_PATCHED"
 # For a second patch of one module.
 DP_MARKER = f"{SOURCE_MARKER}_DP"
+PLACEMENT_MARKER = f"{SOURCE_MARKER}_PLACEMENT"
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,12 @@ def _apply_dp_controller(module: ModuleType) -> None:
     wrapt.wrap_function_wrapper(module, "RayEngine._launch_dp_scheduler_processes", launch)
 
 
+def _apply_placement(module: ModuleType) -> None:
+    from sglang_rdt.engine.placement import instrument
+
+    instrument(vars(module))
+
+
 def _apply_event_loop(module: ModuleType) -> None:
     import wrapt
 
@@ -214,6 +221,41 @@ PATCHES: tuple[Patch, ...] = (
         apply=_apply_dp_controller,
         on_refusal="log",
         marker=DP_MARKER,
+    ),
+    Patch(
+        name="placement",
+        package="sglang",
+        module="sglang.srt.ray.engine",
+        what="RayEngine starts its ranks on bundles that a framework has reserved, and nothing on other "
+        "nodes than the first; it can serve engine info, and ends only what it has started.",
+        why="Without the keyword the released one makes a second group, or uses the calling actor's as if "
+        "each bundle were a node, and waits for ever; the HTTP server has no keyword; every node of a "
+        "multi-node engine starts all ranks; shutdown kills all children and leaves the group.",
+        upstream="sgl-project/sglang#24667 (placement_group=), sgl-project/sglang#27723 and "
+        "sgl-project/sglang#20907 (engine info), radixark/miles#1313 (what reviewers asked for)",
+        drop_when="RayEngine and --use-ray take the group and bundles of the calling actor, and clean up",
+        expects=(
+            Expectation(
+                "RayEngine._launch_scheduler_processes",
+                params=("cls", "server_args", "port_args", "run_scheduler_process_func"),
+                mentions=(
+                    "get_current_placement_group",
+                    "_find_engine_bundle",
+                    "_compute_world_size",
+                    "is_custom_pg",
+                    "SGLANG_RAY_BUNDLE_INDICES",
+                    "RaySchedulerInitResult",
+                ),
+            ),
+            Expectation("RayEngine.__init__", params=("self",)),
+            Expectation("RayEngine.shutdown", params=("self",), mentions=("scheduler_actors",)),
+            Expectation("_find_engine_bundle", params=("placement_group", "nnodes")),
+            Expectation("_compute_world_size"),
+        ),
+        toggle="patch_placement",
+        apply=_apply_placement,
+        on_refusal="log",
+        marker=PLACEMENT_MARKER,
     ),
     Patch(
         name="event_loop",

@@ -86,9 +86,12 @@ def resolve_host(host: str) -> set[str]:
     if names.is_wildcard_or_loopback(host):
         return {ray.util.get_node_ip_address(), host}
     try:
-        return {str(info[4][0]) for info in socket.getaddrinfo(host, None)} | {host}
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)} | {host}
     except (OSError, ValueError):  # ValueError: no name that DNS could have
         return {host}
+    if any(names.is_wildcard_or_loopback(one) for one in found):
+        found.add(ray.util.get_node_ip_address())  # this machine's own name, in its /etc/hosts
+    return found
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import sglang_rdt
 from sglang_rdt import settings as settings_module
 from sglang_rdt.activation import installed_version
 from sglang_rdt.coordinator.phases import PhaseTimer
+from sglang_rdt.engine import engine_info
 from sglang_rdt.engine.actor_class import plain_class
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.loop_inbox import LoopCall
@@ -175,6 +176,10 @@ class RdtSchedulerActor:
         """Who this rank is, with its present version and state."""
         status = self._session.status()
         return replace(self._identity, weight_version=status.version, state=status.state)
+
+    def rdt_parallelism(self) -> dict[str, int]:
+        """This rank's parallel configuration, as engine_info serves it."""
+        return engine_info.of_this_rank()
 
     def rdt_status(self) -> RankStatus:
         """State of this rank's weights."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_rdt import activation
 from sglang_rdt import settings as settings_module
 from sglang_rdt.engine import names
 from sglang_rdt.engine.actor_class import plain_class
+from sglang_rdt.errors import EngineStateError
 from sglang_rdt.upstream import SOURCE_MARKER
 
 logger = logging.getLogger("sglang_rdt")
@@ -102,6 +103,8 @@ class _Engine:
     node_ip: str
     port: int
     instance: str
+    nccl_port: int
+    launched: list[str] = field(default_factory=list)
 
 
 _lock = threading.Lock()
@@ -131,12 +134,26 @@ class _Launch:
     def remote(self, **kwargs: Any) -> Any:
         """Creates the actor; keyword arguments go to SchedulerActor unchanged."""
         import ray
-
-        from sglang_rdt.engine.actor import RdtSchedulerActor
+        from ray.exceptions import ActorAlreadyExistsError
 
         settings = settings_module.load()
         namespace = settings.namespace or ray.get_runtime_context().namespace
         engine = _engine_of(kwargs["server_args"], kwargs["port_args"], namespace)
+        try:
+            return self._create(engine, settings, namespace, kwargs)
+        except ActorAlreadyExistsError:
+            # Another engine took the label since it was found free. All engines start their rank 0
+            # first, so whoever has that name has the label; our other ranks use the new one too.
+            engine = _relabel(kwargs["port_args"], engine)
+            return self._create(engine, settings, namespace, kwargs)
+
+    def _create(
+        self, engine: _Engine, settings: Any, namespace: str, kwargs: dict[str, Any]
+    ) -> Any:
+        import ray
+
+        from sglang_rdt.engine.actor import RdtSchedulerActor
+
         rank = {
             "dp": kwargs.get("dp_rank") or 0,
             "pp": kwargs["pp_rank"],
@@ -160,7 +177,9 @@ class _Launch:
             "runtime_env": _runtime_env(self._options.get("runtime_env")),
         }
         actor = ray.remote(RdtSchedulerActor).options(**options)
-        return actor.remote(rdt_identity=identity, **kwargs)
+        made = actor.remote(rdt_identity=identity, **kwargs)
+        engine.launched.append(name)
+        return made
 
 
 def _runtime_env(given: Any) -> dict[str, Any]:
@@ -182,11 +201,31 @@ def _engine_of(server_args: Any, port_args: Any, namespace: str) -> _Engine:
         engine = _engines.get(key)
         if engine is None:
             node_ip = ray.util.get_node_ip_address()
-            port = _free_port_label(
-                node_ip, int(server_args.port), int(port_args.nccl_port), namespace
-            )
-            engine = _engines[key] = _Engine(node_ip, port, uuid.uuid4().hex)
+            nccl_port = int(port_args.nccl_port)
+            port = _free_port_label(node_ip, int(server_args.port), nccl_port, namespace)
+            engine = _engines[key] = _Engine(node_ip, port, uuid.uuid4().hex, nccl_port)
         return engine
+
+
+def _relabel(port_args: Any, engine: _Engine) -> _Engine:
+    """The same engine under its NCCL port, if none of its ranks has been started yet."""
+    with _lock:
+        if engine.launched or engine.port == engine.nccl_port:
+            raise EngineStateError(
+                f"the name of a rank of {names.engine_id(engine.node_ip, engine.port)} is taken by "
+                "another actor"
+            )
+        _warn_of_label(engine.node_ip, engine.port, engine.nccl_port)
+        renamed = replace(engine, port=engine.nccl_port)
+        _engines[port_args.tokenizer_ipc_name] = renamed
+        return renamed
+
+
+def new_launch(port_args: Any) -> None:
+    """An engine is about to be launched. One that ended may have had the same tokenizer address
+    (a fixed one, with DP attention); this one is another instance all the same."""
+    with _lock:
+        _engines.pop(port_args.tokenizer_ipc_name, None)
 
 
 def _free_port_label(node_ip: str, port: int, nccl_port: int, namespace: str) -> int:
@@ -201,9 +240,13 @@ def _free_port_label(node_ip: str, port: int, nccl_port: int, namespace: str) ->
     }
     if (node_ip, port) not in taken:
         return port
+    _warn_of_label(node_ip, port, nccl_port)
+    return nccl_port
+
+
+def _warn_of_label(node_ip: str, port: int, nccl_port: int) -> None:
     logger.warning(
         "another engine is called %s already; this one is %s (give engines their own port=)",
         names.engine_id(node_ip, port),
         names.engine_id(node_ip, nccl_port),
     )
-    return nccl_port

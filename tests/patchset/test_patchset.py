@@ -37,6 +37,7 @@ HOOK_NAMES = {
     "event_loop": "_rdt_add_loop_calls",
     "weight_version": "_rdt_follow_weight_version",
     "dp_controller": "_rdt_dp_server_args",
+    "placement": "_rdt_placement",
     "optimizer_step": "_rdt_instrument_optimizers",
 }
 MINI_VERSIONS = {"sglang": "0.5.23", "megatron-core": "0.19.2"}
@@ -55,7 +56,19 @@ def launch():
     return SchedulerActor
 
 
+def _find_engine_bundle(
+    placement_group,
+    nnodes,
+):
+    return 0
+
+
 class RayEngine(Engine):
+    # Engine using Ray actors for scheduler processes.
+
+    def __init__(self, **kwargs):
+        self.kwargs = kwargs
+
     def _launch_dp_scheduler_processes(self, server_args, port_args, rank0_node_ip):
         \"\"\"Launch DP schedulers via RayDataParallelController.\"\"\"
         return server_args

@@ -35,7 +35,20 @@ from sglang.srt.ray.scheduler_actor import SchedulerActor
 def _create_scheduler_actor(pg, bundle_idx, server_args, port_args, gpu_id, tp_rank, pp_rank, dp_rank):
     return SchedulerActor.options(strategy=PlacementGroupSchedulingStrategy).remote
 
+def _compute_world_size(): pass
+
+def _find_engine_bundle(placement_group, nnodes): pass
+
 class RayEngine:
+    def __init__(self, **kwargs): pass
+
+    def shutdown(self): self.scheduler_actors
+
+    @classmethod
+    def _launch_scheduler_processes(cls, server_args, port_args, run_scheduler_process_func):
+        is_custom_pg = envs.SGLANG_RAY_BUNDLE_INDICES, get_current_placement_group, _find_engine_bundle
+        return RaySchedulerInitResult, _compute_world_size
+
     @classmethod
     def _launch_dp_scheduler_processes(cls, server_args, port_args, pg, bundle_for_node, rank0_node_ip):
         dp_server_args = server_args
@@ -116,6 +129,7 @@ MEGATRON = "megatron.core.optimizer.optimizer"
 PATCHED = {
     "scheduler_actor": RAY_ENGINE,
     "dp_controller": RAY_ENGINE,
+    "placement": RAY_ENGINE,
     "event_loop": EVENT_LOOP,
     "weight_version": TOKENIZER,
     "optimizer_step": MEGATRON,
@@ -266,6 +280,7 @@ def test_one_switch_for_everything(good_site: Site) -> None:
         ("dp_controller", "SGLANG_RDT_PATCH_DP_CONTROLLER"),
         ("event_loop", "SGLANG_RDT_PATCH_EVENT_LOOP"),
         ("weight_version", "SGLANG_RDT_PATCH_WEIGHT_VERSION"),
+        ("placement", "SGLANG_RDT_PATCH_PLACEMENT"),
         ("optimizer_step", "MEGATRON_RDT_PATCH_OPTIMIZER_STEP"),
     ],
 )
@@ -278,6 +293,7 @@ def test_patched_sources_are_left_alone(site: Site) -> None:
     for name in PATCHED.values():
         site.sources[name] += "\n_SGLANG_RDT_PATCHED = True\n"
     site.sources[RAY_ENGINE] += "_SGLANG_RDT_PATCHED_DP = True\n"
+    site.sources[RAY_ENGINE] += "_SGLANG_RDT_PATCHED_PLACEMENT = True\n"
     code = "import sglang_rdt\n" + IMPORT_ALL
     code += f"import {RAY_ENGINE} as e; assert type(e.SchedulerActor).__name__ == 'ActorClass'\n"
     assert site.json(code + SHOW) == dict.fromkeys(PATCHED, "source")
@@ -286,7 +302,7 @@ def test_patched_sources_are_left_alone(site: Site) -> None:
 def test_a_second_hook_further_down_is_seen_while_the_first_is_imported(site: Site) -> None:
     source = site.sources[RAY_ENGINE]
     site.sources[RAY_ENGINE] = (
-        f"_SGLANG_RDT_PATCHED = True\nimport sglang_rdt\n{source}\n_SGLANG_RDT_PATCHED_DP = True\n"
+        f"_SGLANG_RDT_PATCHED = True\nimport sglang_rdt\n{source}\n_SGLANG_RDT_PATCHED_DP = True\n_SGLANG_RDT_PATCHED_PLACEMENT = True\n"
     )
     state = site.json(f"import {RAY_ENGINE}\n" + SHOW)
     assert state["scheduler_actor"] == state["dp_controller"] == "source"

@@ -16,6 +16,7 @@ DOCUMENTS = [
     "README.md",
     "benchmarks/README.md",
     "docs/architecture.md",
+    "docs/placement.md",
     "docs/security.md",
     "docs/settings.md",
 ]

@@ -26,6 +26,7 @@ MADE = [
     errors.RecordError("cat"),
     errors.PlanError("do not fit", ["a", "b"]),
     errors.SlicesError("outside"),
+    errors.PlacementError("text"),
     errors.TransportError("link"),
     errors.ExportError("more than announced"),
     errors.VerifyError("differ", ["x", "y"]),

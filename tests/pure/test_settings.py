@@ -119,6 +119,7 @@ TEXT = st.text(string.ascii_letters + string.digits + ":/._-", min_size=1, max_s
 VALUES = {
     **dict.fromkeys([n for n, f in FIELDS.items() if isinstance(f.default, bool)], st.booleans()),
     "namespace": st.none() | TEXT,
+    "placement_group": st.none() | TEXT,
     "hf_config": st.none() | TEXT,
     "ray_address": TEXT,
     "mode": st.sampled_from(["auto", "direct", "bucketed"]),

@@ -104,7 +104,7 @@ def test_every_patch_says_all_about_itself(patch: Patch) -> None:
     assert upstream.patch(patch.name) is patch
 
 
-def test_patches_differ_in_name_module_and_toggle() -> None:
+def test_patches_differ_in_name_and_toggle() -> None:
     for attribute in ("name", "toggle"):
         assert len({getattr(p, attribute) for p in PATCHES}) == len(PATCHES)
     assert len({(p.module, p.marker) for p in PATCHES}) == len(PATCHES)
