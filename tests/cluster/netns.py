@@ -73,13 +73,23 @@ class Node:
         """``words`` as a command that runs on this node."""
         if self.pid is None:
             return ["ip", "netns", "exec", self.netns, *words]
-        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--ipc", *words]
+        return [
+            "nsenter",
+            f"--target={inside(self.pid)}",
+            "--net",
+            "--mount",
+            "--ipc",
+            "--pid",
+            *words,
+        ]
 
-    def first_command(self, words: Sequence[str]) -> list[str]:
-        """The process that makes the node: from here on it shares no memory with other nodes, which
-        SGLang and UCX would take for a sign that they are one machine."""
-        own_memory = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-        return self.command(["unshare", "--ipc", "sh", "-c", own_memory, "sh", *words])
+    def first_command(self, words: Sequence[str], folder: str) -> list[str]:
+        """The process that makes the node. From here on it shares no memory with other nodes, which
+        SGLang and UCX would take for a sign that they are one machine; nor processes and Ray's
+        ``folder``, where a driver would find another node's raylet and join that."""
+        own = f'mount -t tmpfs t /dev/shm && mount -t tmpfs t "{folder}" && exec "$@"'
+        alone = ["unshare", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        return self.command([*alone, "sh", "-c", own, "sh", *words])
 
     def received(self) -> int:
         """Bytes that its interface has received."""
@@ -109,6 +119,7 @@ class Cluster:
         self.head_ip = f"{self._subnet}.254"
         self.address = f"{self.head_ip}:{PORT}"
         self.folder = Path()
+        self._ray_folder = ""
         self.nodes = {
             name: Node(
                 name,
@@ -169,6 +180,8 @@ class Cluster:
         # Short: Ray puts sockets there, and their paths may have 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}n-", dir="/tmp"))
         self._tell("folder", str(self.folder))
+        self._ray_folder = f"{self.folder}/ray"
+        os.mkdir(self._ray_folder)
         bridge = f"{self._tag}br"
         self._tell("link", bridge)
         _ip("link", "add", bridge, "type", "bridge")
@@ -224,7 +237,7 @@ class Cluster:
 
     def _start_ray(self) -> None:
         common = ["--include-log-monitor=False", "--disable-usage-stats"]
-        common += ["--object-store-memory=100000000", f"--temp-dir={self.folder}"]
+        common += ["--object-store-memory=100000000", f"--temp-dir={self._ray_folder}"]
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *common]
         head = [*ray, "--head", f"--node-ip-address={self.head_ip}", f"--port={PORT}"]
         head += ["--include-dashboard=False", "--num-cpus=0", "--num-gpus=0"]
@@ -234,7 +247,7 @@ class Cluster:
         for node in self.nodes.values():
             words = [*ray, f"--address={self.address}", f"--node-ip-address={node.ip}"]
             words += ["--num-cpus=8", f"--num-gpus={self._gpus}"]
-            node.pid = self._spawn(node.name, node.first_command(words)).pid
+            node.pid = self._spawn(node.name, node.first_command(words, self._ray_folder)).pid
 
     def _spawn(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("wb") as log:
@@ -292,6 +305,11 @@ def _free_subnet() -> str:
         if f" {subnet}." not in taken:
             return subnet
     raise NoNamespacesError("all subnets of 198.18.0.0/16 are taken")
+
+
+def inside(pid: int) -> int:
+    """The process that ``unshare`` or ``nsenter`` with this id has started. They pass no signals on."""
+    return _descendants(pid)[1]
 
 
 def _descendants(pid: int) -> list[int]:

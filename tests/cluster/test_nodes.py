@@ -7,9 +7,9 @@ node a. The last test kills node b.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -117,12 +117,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         MODEL.save_random_checkpoint(made.folder / "hf", seed=100)
         yield made
     finally:
-        if made.server is not None:
-            made.server.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                made.server.wait(10)
         ray.shutdown()
-        cluster.close()
+        cluster.close()  # the server's namespace with it, and so the server
+        if made.server is not None:
+            made.server.wait(30)
 
 
 def _get(url: str) -> Any:
@@ -325,8 +323,8 @@ def test_another_node_of_a_server_starts_nothing_and_answers(world: World) -> No
             time.sleep(0.5)
         assert ray.util.list_named_actors(all_namespaces=True) == before
         assert server.poll() is None
-        server.terminate()
-        assert server.wait(30) == 0
+        os.kill(netns.inside(server.pid), signal.SIGTERM)
+        assert server.wait(60) == 0
     finally:
         server.kill()
 
