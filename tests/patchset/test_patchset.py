@@ -734,6 +734,9 @@ def assert_patched_sources(site: Path) -> None:
         elif patch.name == "dp_controller":
             body = method(tree, "RayEngine", "_launch_dp_scheduler_processes")
             assert body[1].startswith(f"server_args = {hook}(server_args, ")
+        elif patch.name == "placement":
+            (engine,) = [n for n in tree.body if getattr(n, "name", "") == "RayEngine"]
+            assert f"_rdt_placed = {hook}(globals())" in map(ast.unparse, engine.body)  # type: ignore[attr-defined]
         else:
             assert ast.unparse(tree.body[-1]) == f"{hook}(globals())"
 
