@@ -95,6 +95,10 @@ class ReconnectError(EngineStateError):
     refused, nothing changed, and connecting again is what helps."""
 
 
+class AnotherRankError(EngineStateError):
+    """Another rank of the engine refused, so this one did not go on either; that one says why."""
+
+
 class EngineBusyError(RdtError):
     """The engine cannot be paused and flushed: requests are still running."""
 

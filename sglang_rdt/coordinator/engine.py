@@ -72,7 +72,14 @@ class Engine:
         Raises:
             CallFailures: it is not dirty, or does not answer; nothing has changed.
         """
-        self.call("accept_weights", version, timeout_s=timeout_s, phase="accept")
+        chosen = list(zip(self.ranks, self.actors, strict=True))
+        if self.replicated:
+            # A replica may be whole while another one is dirty; they do not vote with one another.
+            states = [status.state for status in self.status(timeout_s)]
+            if "dirty" in states:
+                chosen = [c for c, state in zip(chosen, states, strict=True) if state == "dirty"]
+        refs = {str(rank): actor.accept_weights.remote(version) for rank, actor in chosen}
+        calls.gather(refs, timeout_s, "accept")
 
     def state(self, timeout_s: float = 30.0) -> tuple[State, str]:
         """Its state, and why if it is not ``current``. Route requests only to ``current`` ones."""

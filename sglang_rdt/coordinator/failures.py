@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_rdt.coordinator import calls
-from sglang_rdt.errors import ReconnectError
+from sglang_rdt.errors import AnotherRankError, ReconnectError
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,6 @@ def of_ranks(phase: str, errors: Mapping[str, BaseException]) -> Failure:
     return Failure(
         inside[0] if inside else phase,
         "; ".join(f"{who}: {calls.short(e)}" for who, e in errors.items()),
-        reconnect=all(_reconnects(e) for e in errors.values()),
+        reconnect=any(isinstance(e, ReconnectError) for e in errors.values())
+        and all(isinstance(e, ReconnectError | AnotherRankError) for e in errors.values()),
     )
-
-
-def _reconnects(error: BaseException) -> bool:
-    return isinstance(error, ReconnectError)

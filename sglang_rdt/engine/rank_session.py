@@ -17,7 +17,7 @@ from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.scheduler_control import SchedulerControl
 from sglang_rdt.engine.states import Event, State, WeightState
 from sglang_rdt.engine.sync_request import Connection, RankStatus, SyncRequest
-from sglang_rdt.errors import EngineStateError, RdtError, ReconnectError
+from sglang_rdt.errors import AnotherRankError, EngineStateError, RdtError, ReconnectError
 from sglang_rdt.plan.buckets import Target
 
 logger = logging.getLogger("sglang_rdt")
@@ -86,7 +86,7 @@ class RankSession:
         problem = self._attempt("begin", prepare)
         if not self._vote(problem is None):
             self._undo_begin(was_paused, had_session)
-            raise problem or EngineStateError(
+            raise problem or AnotherRankError(
                 f"{self._who}: another rank of the engine refused the sync"
             )
         if self._weights_are.state != "dirty":  # a dirty rank is paused by us, not by the user

@@ -374,3 +374,16 @@ def test_an_engine_that_was_forgotten_is_told_all_the_same(world: World) -> None
     world.coordinator.forget([world.name])
     world.coordinator.disconnect()
     assert world.found.status()[0].connection is None
+
+
+def test_one_rank_that_must_be_connected_again_is_enough(world: World) -> None:
+    world.connect()
+    world.engine.ranks[1].actor._session._connection = None
+    (failure,) = world.coordinator.begin("s1").values()
+    assert failure.reconnect
+    assert "another rank of the engine refused" in failure.text
+    world.connect()
+    world.engine.ranks[1].actor._session._connection = None
+    world.engine.ranks[0].control.fail["flush"] = EngineBusyError("3 running")
+    (failure,) = world.coordinator.begin("s2").values()
+    assert not failure.reconnect  # connecting again does not help the other one

@@ -22,6 +22,7 @@ MADE = [
     errors.DeadlineError("engine 1", "pull", 1.5),
     errors.EngineStateError("in a sync"),
     errors.ReconnectError("forgot you"),
+    errors.AnotherRankError("engine 1: another rank refused"),
     errors.EngineBusyError("3 running"),
     errors.RecordError("cat"),
     errors.PlanError("do not fit", ["a", "b"]),
