@@ -40,7 +40,7 @@ setup(
         "megatron": MEGATRON,
         "demo": [*SGLANG, *MEGATRON],
         "bench": [*SGLANG, *MEGATRON, "matplotlib>=3.8"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.10"],
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.10"],
     },
     entry_points={
         "console_scripts": ["sglang-rdt = sglang_rdt.cli:main"],

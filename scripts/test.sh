@@ -22,6 +22,8 @@ printf '[test] pytest\n' >&2
 if (($#)); then
     exec python -m pytest "$@"
 fi
-# Tests that kill processes have a cluster of their own, and the machine to themselves.
-python -m pytest -m 'not faults'
+python -m pytest -n auto --dist loadfile tests/pure tests/cpu
+# What starts engines has the machine to itself.
+python -m pytest -m 'not faults' tests/cluster tests/e2e tests/patchset tests/gpu
+# Tests that kill processes have a cluster of their own.
 exec python -m pytest -m faults

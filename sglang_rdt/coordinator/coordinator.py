@@ -149,7 +149,7 @@ class Coordinator:
                 del alive[name]
             return {name: list(answers.values()) for name, answers in results.items()}
 
-        statuses = step("status", lambda e: e.start("rdt_status"))
+        statuses = step("connect", lambda e: e.start("rdt_status"))
         replaced: dict[str, str | None] = {}
         for name, engine in list(alive.items()):
             try:

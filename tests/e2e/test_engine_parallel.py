@@ -176,31 +176,6 @@ def test_no_replica_reads_before_all_have_begun(
     served = engines.get(shape.key)
     group = trainers.get(shape.model, shape.layout, seed=57)
     group.attach(DIRECT, on_step=False, engines=[served.address])
-
-    def join_replicas(rank: Any) -> None:
-        rank.sync.connect()
-        coordinator = rank.sync._coordinator
-        if coordinator is None:
-            return
-
-        def start_syncs(sync_id: str, *, checksum: bool, overwrite: bool) -> Any:
-            request = coordinator._request(sync_id, "sync", overwrite=overwrite)
-            started = {}
-            for name, engine in coordinator.engines.items():
-                begun = engine.start("begin_sync", request).values()
-                started[name] = engine.start(
-                    "read_direct",
-                    sync_id,
-                    coordinator._connections[name],
-                    True,
-                    checksum,
-                    *begun,
-                )
-            return started
-
-        coordinator.start_syncs = start_syncs
-
-    group.on_all(join_replicas)
     assert _sync(group, "fine") == ["", ""]
     _on_last_rank(served, _refuse)
     for message in _sync(group, "refused"):

@@ -165,9 +165,8 @@ SUITE: tuple[Cell, ...] = (
     Cell("continue", "driver"),
     Cell("connect", "engine"),
     Cell("pull", "engine rank"),
+    Cell("version", "driver"),
     Cell("finalise", "engine rank"),
-    Cell("version", "engine rank"),
-    Cell("put", "engine", "bucketed"),
     Cell("pull", "http server"),
     Cell("pause", "ray node"),
 )
