@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from sglang_rdt import settings as settings_module
@@ -80,6 +80,19 @@ def of_this_rank() -> dict[str, int]:
     out |= {"world_size": dist.get_world_size(), "global_rank": dist.get_rank()}
     # Upstream calls it so, and means the rank in the tensor-parallel group.
     return {**out, "local_rank": int(tp_rank)}
+
+
+def take_keyword(kwargs: MutableMapping[str, Any]) -> bool | None:
+    """The keyword among those of ``RayEngine``, which makes server arguments of what it leaves there.
+
+    It stays where it is one of them (patched sources), so that they say what the engine does.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    keyword = kwargs.pop(KEYWORD, None)
+    if keyword is not None and hasattr(ServerArgs, KEYWORD):
+        kwargs[KEYWORD] = bool(keyword)
+    return keyword
 
 
 @contextlib.contextmanager
