@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -31,6 +32,8 @@ KEYWORD = "enable_engine_info_bootstrap"
 PATH = "/get_parallelism_config"
 SERVER_PATH = "/parallelism_config"
 _ASK_TIMEOUT_S = 60.0
+_LISTEN_TIMEOUT_S = 30.0
+_POLL_S = 0.02
 
 _asked = threading.local()
 
@@ -160,7 +163,24 @@ def start(result: Any, server_args: Any) -> None:
     app = server._server.config.app
     app.router.routes[:] = [r for r in app.router.routes if "PUT" not in (r.methods or ())]
     app.add_api_route(PATH, _answer(configs), methods=["GET"])
+    _wait_until_it_listens(server)
     result.rdt_engine_info = server
+
+
+def _wait_until_it_listens(server: Any) -> None:
+    """SGLang starts it on a thread and goes on: who asks an engine that has just started is refused.
+
+    Raises:
+        PlacementError: it does not come.
+    """
+    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
+    while not server._server.started:
+        if not server._thread.is_alive() or time.monotonic() > deadline:
+            server.close()
+            raise PlacementError(
+                f"the engine-info server does not start on {server.host}:{server.port}; is the port taken?"
+            )
+        time.sleep(_POLL_S)
 
 
 def stop(result: Any) -> None:
