@@ -7,13 +7,15 @@ TREE holds ``sglang/`` or ``megatron/`` (an unpacked wheel, a site-packages fold
 checkout); VERSION is the release, for example 0.5.23. The files go to
 ``patches/<package>/<VERSION>/``. ``--check`` writes nothing and fails where a file would change.
 
-Every edit is described once, in PATCHES, by the line that it goes next to. An anchor must occur
-exactly once in the file, so a release that moved it is refused, not patched in the wrong place.
+Every edit is described once, in PATCHES, by the line that it goes next to (and once more for older
+releases that have the line elsewhere). An anchor must occur exactly once in the file, so a release
+that moved it is refused, not patched in the wrong place.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import re
 import sys
@@ -28,6 +30,7 @@ MARKER = "_SGLANG_RDT_PATCHED"
 # A second patch of one file has a marker of its own.
 DP_MARKER = f"{MARKER}_DP"
 PLACEMENT_MARKER = f"{MARKER}_PLACEMENT"
+ARGUMENT_MARKER = f"{MARKER}_ARGUMENT"
 
 VERSIONS: dict[str, tuple[str, ...]] = {
     "sglang": ("0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
@@ -65,10 +68,20 @@ class Edit:
 
 
 @dataclass(frozen=True)
+class Older:
+    """What a patch is in releases up to ``until``: upstream has moved or rewritten its lines since."""
+
+    until: str
+    path: str
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
 class Patch:
     """One concern: one file of the package, and what stands in the patch's header.
 
-    ``name`` is the name of the same patch in ``sglang_rdt/upstream.py``.
+    ``name`` is the name of the same patch in ``sglang_rdt/upstream.py``. ``path`` and ``edits`` are
+    those of the newest releases, ``older`` those of others, oldest first; :meth:`at` chooses.
     """
 
     package: str
@@ -81,6 +94,14 @@ class Patch:
     drop_when: str
     edits: tuple[Edit, ...]
     marker: str = MARKER
+    older: tuple[Older, ...] = ()
+
+    def at(self, version: str) -> Patch:
+        """This patch with the path and the edits that it has in ``version``."""
+        for older in self.older:
+            if _numbers(version) <= _numbers(older.until):
+                return dataclasses.replace(self, path=older.path, edits=older.edits, older=())
+        return dataclasses.replace(self, older=())
 
     @property
     def filename(self) -> str:
@@ -117,6 +138,24 @@ class Patch:
         diff = difflib.unified_diff(before, after, f"a/{self.path}", f"b/{self.path}", lineterm="")
         return self.header(version) + "\n".join(diff) + "\n"
 
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def _argument_edits(marker_beside: Edit, field: tuple[str, ...]) -> tuple[Edit, ...]:
+    """A marker, and a field of the server arguments before the port that it belongs to."""
+    return (
+        marker_beside,
+        Edit("    engine_info_bootstrap_port: A[", field, before=True),
+    )
+
+
+_ARGUMENT = "    enable_engine_info_bootstrap: A["
+_ARGUMENT_HELP = '"Serve how each rank is parallel, over HTTP; for --use-ray."'
+_AFTER_LOGGER = Edit("logger = logging.getLogger(__name__)", ("", f"{ARGUMENT_MARKER} = True"))
+# A dataclass there: by keyword only, so that no positional argument moves.
+_KEYWORD_ONLY = "    ] = dataclasses.field(default=False, kw_only=True)"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -259,6 +298,44 @@ PATCHES: tuple[Patch, ...] = (
         marker=PLACEMENT_MARKER,
     ),
     Patch(
+        package="sglang",
+        number=6,
+        name="engine_info_argument",
+        path="sglang/srt/arg_groups/fields/model.py",
+        what="the server argument --enable-engine-info-bootstrap, which 0005 reads.",
+        why="released SGLang refuses the argument, so who cannot set SGLANG_RDT_ENGINE_INFO, nor pass "
+        "RayEngine its keyword, cannot ask for engine info.",
+        upstream="sgl-project/sglang#27723 (on a fork branch only), sgl-project/sglang#20907 (no "
+        "argument: always with the transfer engine)",
+        drop_when="ServerArgs has enable_engine_info_bootstrap.",
+        edits=_argument_edits(
+            Edit(
+                "class Model(msgspec.Struct):", (f"{ARGUMENT_MARKER} = True", "", ""), before=True
+            ),
+            # Fields that SGLang's field_order.py does not list come last: no positional one moves.
+            (_ARGUMENT, f"        bool, {_ARGUMENT_HELP}", "    ] = False"),
+        ),
+        marker=ARGUMENT_MARKER,
+        older=(
+            Older(
+                "0.5.16",
+                "sglang/srt/server_args.py",
+                _argument_edits(
+                    _AFTER_LOGGER,
+                    (_ARGUMENT, f"        bool, {_ARGUMENT_HELP}", _KEYWORD_ONLY),
+                ),
+            ),
+            Older(
+                "0.5.19",
+                "sglang/srt/server_args.py",
+                _argument_edits(
+                    _AFTER_LOGGER,
+                    (_ARGUMENT, f'        bool, {_ARGUMENT_HELP}, NS("model")', _KEYWORD_ONLY),
+                ),
+            ),
+        ),
+    ),
+    Patch(
         package="megatron-core",
         number=1,
         name="optimizer_step",
@@ -307,7 +384,7 @@ def find_root(tree: Path) -> tuple[str, Path]:
 def render_all(tree: Path, version: str) -> Iterator[tuple[Path, str]]:
     """(file, contents) of every patch file for ``version``, made from ``tree``."""
     package, root = find_root(tree)
-    for patch in PATCHES:
+    for patch in (p.at(version) for p in PATCHES):
         if patch.package == package:
             source = (root / patch.path).read_bytes().decode()
             yield Path(package, version, patch.filename), patch.render(source, version)

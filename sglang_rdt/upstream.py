@@ -3,7 +3,8 @@
 Each :class:`Patch` says what it changes, why, for which versions, where upstream discusses it,
 and when to drop it. :data:`PATCHES` is what :mod:`sglang_rdt.activation` installs, what
 ``sglang-rdt doctor`` prints, and what the tests hold against the released sources. The files
-under ``patches/`` put calls to the same functions into the sources.
+under ``patches/`` put calls to the same functions into the sources. :data:`SOURCE_PATCHES` is what
+only they can do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SOURCE_MARKER = "_SGLANG_RDT_PATCHED"
 # For a second patch of one module.
 DP_MARKER = f"{SOURCE_MARKER}_DP"
 PLACEMENT_MARKER = f"{SOURCE_MARKER}_PLACEMENT"
+ARGUMENT_MARKER = f"{SOURCE_MARKER}_ARGUMENT"
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,27 @@ class Patch:
             if why is not None:
                 return f"{self.module}.{expectation.qualname}", why
         return None
+
+
+@dataclass(frozen=True)
+class SourcePatch:
+    """One that exists in the patch set only.
+
+    ``modules``: where, newest releases first; a release has one of them patched. ``instead``: what
+    does the same without it. ``toggle``: the field in :class:`sglang_rdt.settings.Settings` of the
+    patch that makes use of it.
+    """
+
+    name: str
+    package: Literal["sglang", "megatron-core"]
+    modules: tuple[str, ...]
+    what: str
+    why: str
+    upstream: str
+    drop_when: str
+    instead: str
+    toggle: str
+    marker: str
 
 
 # The apply functions import lazily: this table is read by processes without SGLang or Megatron.
@@ -314,6 +337,23 @@ PATCHES: tuple[Patch, ...] = (
         ),
         toggle="patch_optimizer_step",
         apply=_apply_optimizer_step,
+    ),
+)
+
+SOURCE_PATCHES: tuple[SourcePatch, ...] = (
+    SourcePatch(
+        name="engine_info_argument",
+        package="sglang",
+        modules=("sglang.srt.arg_groups.fields.model", "sglang.srt.server_args"),
+        what="The server argument --enable-engine-info-bootstrap, which the patch placement reads.",
+        why="SGLang makes its command line from the fields of ServerArgs, when the class is built: "
+        "none can be added to it at import.",
+        upstream="sgl-project/sglang#27723 (on a fork branch only), sgl-project/sglang#20907 (no "
+        "argument: always with the transfer engine)",
+        drop_when="ServerArgs has enable_engine_info_bootstrap",
+        instead="SGLANG_RDT_ENGINE_INFO=1, or the keyword of RayEngine",
+        toggle="patch_placement",
+        marker=ARGUMENT_MARKER,
     ),
 )
 

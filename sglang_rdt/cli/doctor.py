@@ -16,7 +16,9 @@ from sglang_rdt.upstream import (
     PATCHES,
     RAY_VERSIONS,
     SGLANG_VERSIONS,
+    SOURCE_PATCHES,
     Patch,
+    SourcePatch,
 )
 from sglang_rdt.versions import in_range, range_text
 
@@ -25,6 +27,8 @@ _WANTED = {
     "megatron-core": MEGATRON_VERSIONS,
     "ray": RAY_VERSIONS,
 }
+
+_PATCHED = "in the source (patch set)"
 
 
 def diagnose(console: Console | None = None) -> bool:
@@ -52,6 +56,11 @@ def diagnose(console: Console | None = None) -> bool:
             finding = "switched off"
         good &= not finding.startswith("REFUSED")
         patches.add_row(patch.name, patch.module, finding)
+    for extra in SOURCE_PATCHES:
+        module, finding = _source_finding(extra)
+        if not (settings.enabled and getattr(settings, extra.toggle)):
+            finding = "switched off"
+        patches.add_row(extra.name, module, finding)
     console.print(patches)
     segments = expandable_segments()
     if segments:
@@ -63,15 +72,33 @@ def diagnose(console: Console | None = None) -> bool:
 
 
 def _finding(patch: Patch) -> str:
-    """Looks at the source without importing the module."""
-    top = patch.module.split(".")[0]
+    source = _source(patch.module)
+    if source is None:
+        return "not installed"
+    if f"\n{patch.marker} = True\n" in source:
+        return _PATCHED
+    mismatch = patch.mismatch(source)
+    return f"REFUSED: {mismatch[0]} {mismatch[1]}" if mismatch else "fits"
+
+
+def _source_finding(patch: SourcePatch) -> tuple[str, str]:
+    """(module, finding): not having it is no fault."""
+    sources = {module: _source(module) for module in patch.modules}
+    there = [module for module, source in sources.items() if source is not None]
+    if not there:
+        return patch.modules[0], "not installed"
+    for module in there:
+        if f"\n{patch.marker} = True\n" in (sources[module] or ""):
+            return module, _PATCHED
+    return there[0], f"patch set only; without it: {patch.instead}"
+
+
+def _source(module: str) -> str | None:
+    """The source of a module, without importing it; None if there is none."""
+    top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder, *patch.module.split(".")[1:]).with_suffix(".py")
+        path = Path(folder, *rest).with_suffix(".py")
         if path.is_file():
-            source = path.read_text(encoding="utf-8")
-            if f"\n{patch.marker} = True\n" in source:
-                return "in the source (patch set)"
-            mismatch = patch.mismatch(source)
-            return f"REFUSED: {mismatch[0]} {mismatch[1]}" if mismatch else "fits"
-    return "not installed"
+            return path.read_text(encoding="utf-8")
+    return None

@@ -18,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from sglang_rdt import settings as settings_module
@@ -31,6 +32,8 @@ KEYWORD = "enable_engine_info_bootstrap"
 PATH = "/get_parallelism_config"
 SERVER_PATH = "/parallelism_config"
 _ASK_TIMEOUT_S = 60.0
+_LISTEN_TIMEOUT_S = 30.0
+_POLL_S = 0.02
 
 _asked = threading.local()
 
@@ -80,6 +83,19 @@ def of_this_rank() -> dict[str, int]:
     out |= {"world_size": dist.get_world_size(), "global_rank": dist.get_rank()}
     # Upstream calls it so, and means the rank in the tensor-parallel group.
     return {**out, "local_rank": int(tp_rank)}
+
+
+def take_keyword(kwargs: MutableMapping[str, Any]) -> bool | None:
+    """The keyword among those of ``RayEngine``, which makes server arguments of what it leaves there.
+
+    It stays where it is one of them (patched sources), so that they say what the engine does.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    keyword = kwargs.pop(KEYWORD, None)
+    if keyword is not None and hasattr(ServerArgs, KEYWORD):
+        kwargs[KEYWORD] = bool(keyword)
+    return keyword
 
 
 @contextlib.contextmanager
@@ -147,7 +163,24 @@ def start(result: Any, server_args: Any) -> None:
     app = server._server.config.app
     app.router.routes[:] = [r for r in app.router.routes if "PUT" not in (r.methods or ())]
     app.add_api_route(PATH, _answer(configs), methods=["GET"])
+    _wait_until_it_listens(server)
     result.rdt_engine_info = server
+
+
+def _wait_until_it_listens(server: Any) -> None:
+    """SGLang starts it on a thread and goes on: who asks an engine that has just started is refused.
+
+    Raises:
+        PlacementError: it does not come.
+    """
+    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
+    while not server._server.started:
+        if not server._thread.is_alive() or time.monotonic() > deadline:
+            server.close()
+            raise PlacementError(
+                f"the engine-info server does not start on {server.host}:{server.port}; is the port taken?"
+            )
+        time.sleep(_POLL_S)
 
 
 def stop(result: Any) -> None:

@@ -282,7 +282,7 @@ def _wrap(module: dict[str, Any], engine: Any) -> None:
         return _launch(module, launch, cls, server_args, *args, **kwargs)
 
     def init_placed(self: Any, **kwargs: Any) -> None:
-        keyword = kwargs.pop(engine_info.KEYWORD, None)
+        keyword = engine_info.take_keyword(kwargs)
         with engine_info.asked_for(keyword), _own_children(self, kwargs):
             init(self, **kwargs)
 

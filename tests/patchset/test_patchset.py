@@ -88,6 +88,26 @@ class SchedulerRequestReceiver:
 
         return recv_reqs
 """,
+    "sglang/srt/arg_groups/fields/model.py": """\
+import msgspec
+
+from sglang.srt.arg_groups.arg_utils import A
+
+
+class Model(msgspec.Struct):
+    # Namespace model.
+
+    _NS_PATH = "model"
+
+    some_seed: A[
+        bool,
+        "Start it.",
+    ] = False
+    engine_info_bootstrap_port: A[
+        int,
+        "Its port.",
+    ] = 6789
+""",
     "sglang/srt/managers/tokenizer_manager.py": """\
 from sglang.srt.utils.watchdog import Watchdog
 from sglang.utils import TypeBasedDispatcher, get_exception_traceback
@@ -266,7 +286,9 @@ def set_version(site: Path, package: str, version: str) -> None:
     )
 
 
-def assert_round_trip(kit: Kit, site: Path, **kwargs: object) -> None:
+def assert_round_trip(
+    kit: Kit, site: Path, versions: dict[str, str] = MINI_VERSIONS, **kwargs: object
+) -> None:
     """--check, apply twice, --check, --reverse twice; ends with the tree as it was."""
     before = fingerprint(site)
     check = kit.ok("--check", site, **kwargs)
@@ -276,7 +298,7 @@ def assert_round_trip(kit: Kit, site: Path, **kwargs: object) -> None:
 
     kit.ok(site, **kwargs)
     patched = fingerprint(site)
-    paths = {path for path in patched_paths() if (site / path).exists()}
+    paths = {path for path in patched_paths(versions) if (site / path).exists()}
     assert changed(before, patched) == paths
     with tempfile.TemporaryDirectory() as compiled:
         for path in paths:
@@ -292,8 +314,9 @@ def assert_round_trip(kit: Kit, site: Path, **kwargs: object) -> None:
     assert fingerprint(site) == before
 
 
-def patched_paths() -> set[str]:
-    return {patch.path for patch in regenerate.PATCHES}
+def patched_paths(versions: dict[str, str]) -> set[str]:
+    """What is patched in these releases, one per package."""
+    return {p.at(versions[p.package]).path for p in regenerate.PATCHES if p.package in versions}
 
 
 # ---------------------------------------------------------------------------- the files in patches/
@@ -318,12 +341,39 @@ def test_the_ranges_are_those_of_the_monkey_patch() -> None:
 
 
 def test_the_patches_are_those_of_the_monkey_patch() -> None:
-    assert {(p.name, p.package, p.path) for p in regenerate.PATCHES} == {
-        (p.name, p.package, p.module.replace(".", "/") + ".py") for p in upstream.PATCHES
+    def path(module: str) -> str:
+        return module.replace(".", "/") + ".py"
+
+    assert {
+        (p.name, p.package, p.marker, path_of_it)
+        for p in regenerate.PATCHES
+        for path_of_it in (p.path, *(older.path for older in p.older))
+    } == {(p.name, p.package, p.marker, path(p.module)) for p in upstream.PATCHES} | {
+        (p.name, p.package, p.marker, path(module))
+        for p in upstream.SOURCE_PATCHES
+        for module in p.modules
     }
-    assert {(p.name, p.marker) for p in regenerate.PATCHES} == {
-        (p.name, p.marker) for p in upstream.PATCHES
+
+
+def test_older_releases_may_have_a_patch_elsewhere(tmp_path: Path) -> None:
+    patch = next(p for p in regenerate.PATCHES if p.older)
+    places = [(v, patch.at(v).path) for v in regenerate.VERSIONS[patch.package]]
+    assert {path for version, path in places if version <= "0.5.19"} == {
+        "sglang/srt/server_args.py"
     }
+    assert {path for version, path in places if version > "0.5.19"} == {patch.path}
+    # Numbers, not letters; and a release that is not there yet has the newest form.
+    assert patch.at("0.5.9").path == "sglang/srt/server_args.py"
+    assert patch.at("0.10.0").path == patch.path
+    assert patch.at("0.5.16").edits != patch.at("0.5.17").edits
+    # As they stand before 0.5.20: rendered with the lines around them.
+    source = "logger = logging.getLogger(__name__)\n\n    engine_info_bootstrap_port: A[\n"
+    for version, says in (("0.5.16", False), ("0.5.19", True)):
+        text = patch.at(version).render(source, version)
+        assert ('NS("model")' in text) is says
+        assert "+    ] = dataclasses.field(default=False, kw_only=True)\n" in text
+    with pytest.raises(ValueError, match=r"fields/model\.py: .* occurs 0 times"):
+        patch.at("0.5.23").render(source, "0.5.23")
 
 
 @pytest.mark.parametrize("path", PATCH_FILES, ids=patch_name)
@@ -341,12 +391,19 @@ def test_patch_file_has_its_header_and_only_adds_a_few_lines(path: Path) -> None
     assert len([line for line in added if line]) <= 4
     marker = next(p.marker for p in regenerate.PATCHES if p.filename == path.name)
     assert f"{marker} = True" in added
+    imported = [i for i, line in enumerate(added) if line.startswith("from ")]
+    if marker == upstream.ARGUMENT_MARKER:  # calls nothing
+        assert not imported
+        return
     # The import of the package runs the monkey-patch's hooks, which look for the marker.
-    imported = next(i for i, line in enumerate(added) if line.startswith("from "))
-    assert added.index(f"{marker} = True") < imported
+    assert added.index(f"{marker} = True") < imported[0]
 
 
-@pytest.mark.parametrize("patch", regenerate.PATCHES, ids=lambda patch: patch.name)
+@pytest.mark.parametrize(
+    "patch",
+    [p for p in regenerate.PATCHES if p.name in HOOK_NAMES],
+    ids=lambda patch: patch.name,
+)
 def test_the_hook_that_a_patch_calls_exists(patch: object) -> None:
     lines = [line for edit in patch.edits for line in edit.lines]  # type: ignore[attr-defined]
     statement = next(line for line in lines if line.startswith("from "))
@@ -706,14 +763,15 @@ def copy_of(tree: Path, folder: Path) -> Path:
     return Path(shutil.copytree(tree, folder / "site packages", copy_function=os.link))
 
 
-def assert_patched_sources(site: Path) -> None:
+def assert_patched_sources(site: Path, release: tuple[str, str]) -> None:
     """The hooks are where they must be, read from the syntax tree."""
-    for patch in regenerate.PATCHES:
-        if not (site / patch.path).exists():
-            continue
+    for patch in (p.at(release[1]) for p in regenerate.PATCHES if p.package == release[0]):
         tree = ast.parse((site / patch.path).read_text())
         assigned = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
         assert assigned.count(f"{patch.marker} = True") == 1
+        if patch.marker == upstream.ARGUMENT_MARKER:
+            assert_argument(tree)
+            continue
         hook = HOOK_NAMES[patch.name]
         calls = [
             node
@@ -741,6 +799,25 @@ def assert_patched_sources(site: Path) -> None:
             assert ast.unparse(tree.body[-1]) == f"{hook}(globals())"
 
 
+def assert_argument(tree: ast.Module) -> None:
+    """The field of the argument is like the one after it, but a switch that moves no other."""
+    (cls,) = [
+        n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in ("Model", "ServerArgs")
+    ]
+    fields = [n for n in cls.body if isinstance(n, ast.AnnAssign)]
+    names = [ast.unparse(n.target) for n in fields]
+    at = names.index("enable_engine_info_bootstrap")
+    assert names[at + 1] == "engine_info_bootstrap_port"
+    mine, other = (
+        re.sub("'[^']*'", "''", ast.unparse(n.annotation), count=1) for n in fields[at : at + 2]
+    )
+    assert mine == other.replace("int", "bool")
+    value = fields[at].value
+    assert value is not None
+    keyword_only = "dataclasses.field(default=False, kw_only=True)"
+    assert ast.unparse(value) == ("False" if cls.name == "Model" else keyword_only)
+
+
 def method(tree: ast.Module, class_name: str, name: str) -> list[str]:
     """The statements of a method, one string each."""
     (cls,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name]
@@ -757,9 +834,9 @@ def check_release(tree: Path, release: tuple[str, str], folder: Path, **kwargs: 
 
     before = fingerprint(tree)
     site = copy_of(tree, folder)
-    assert_round_trip(REAL_KIT, site, **kwargs)
+    assert_round_trip(REAL_KIT, site, dict([release]), **kwargs)
     REAL_KIT.ok(site, **kwargs)
-    assert_patched_sources(site)
+    assert_patched_sources(site, release)
     assert fingerprint(tree) == before
 
 
@@ -790,9 +867,7 @@ class TestReleases:
         tmp_path: Path,
     ) -> None:
         site = copy_of(pristine(*release), tmp_path)
-        for patch in regenerate.PATCHES:
-            if patch.package != release[0]:
-                continue
+        for patch in (p.at(release[1]) for p in regenerate.PATCHES if p.package == release[0]):
             path = site / patch.path
             source = path.read_text()
             anchor = patch.edits[0].anchor or source.rstrip("\n").rpartition("\n")[2]

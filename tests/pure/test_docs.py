@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_rdt import settings
-from sglang_rdt.upstream import MEGATRON_VERSIONS, PATCHES, SGLANG_VERSIONS
+from sglang_rdt.upstream import MEGATRON_VERSIONS, PATCHES, SGLANG_VERSIONS, SOURCE_PATCHES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -63,7 +63,7 @@ def test_the_readme_names_the_supported_versions() -> None:
 
 def test_the_architecture_names_every_patch() -> None:
     text = _text("docs/architecture.md")
-    for patch in PATCHES:
+    for patch in (*PATCHES, *SOURCE_PATCHES):
         assert f"`{patch.name}`" in text
 
 

@@ -3,9 +3,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,3 +214,40 @@ def test_who_asks_for_engine_info(
     args = SimpleNamespace(**{engine_info.KEYWORD: argument})
     with engine_info.asked_for(keyword):
         assert engine_info.wanted(args) is wanted
+
+
+@pytest.mark.parametrize("argument", [False, True], ids=["released", "patched sources"])
+@pytest.mark.parametrize("keyword", [None, False, True])
+def test_the_keyword_is_a_server_argument_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, argument: bool, keyword: bool | None
+) -> None:
+    module = ModuleType("sglang.srt.server_args")
+    fields = {engine_info.KEYWORD: False} if argument else {}
+    module.ServerArgs = type("ServerArgs", (), fields)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    monkeypatch.setitem(sys.modules, "sglang.srt", ModuleType("sglang.srt"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    kwargs = {"tp_size": 1, engine_info.KEYWORD: keyword}
+    assert engine_info.take_keyword(kwargs) is keyword
+    stays = argument and keyword is not None
+    assert kwargs == {"tp_size": 1, **({engine_info.KEYWORD: keyword} if stays else {})}
+    assert engine_info.take_keyword(rest := {"tp_size": 1}) is None
+    assert rest == {"tp_size": 1}
+
+
+def test_an_engine_info_server_that_dies_is_refused_not_waited_for() -> None:
+    """A mock: a port that is lost between the check and the start cannot be arranged."""
+    closed: list[bool] = []
+    thread = threading.Thread(target=lambda: None)
+    server = SimpleNamespace(
+        host="127.0.0.1",
+        port=6789,
+        _server=SimpleNamespace(started=False),
+        _thread=thread,
+        close=lambda: closed.append(True),
+    )
+    with pytest.raises(PlacementError, match=r"127\.0\.0\.1:6789; is the port taken"):
+        engine_info._wait_until_it_listens(server)
+    assert closed
+    server._server.started = True
+    engine_info._wait_until_it_listens(server)

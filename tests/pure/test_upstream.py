@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from sglang_rdt import settings, upstream
-from sglang_rdt.upstream import PATCHES, Expectation, Patch
+from sglang_rdt.upstream import PATCHES, SOURCE_PATCHES, Expectation, Patch, SourcePatch
 
 SOURCE = """
 import os
@@ -102,6 +102,15 @@ def test_every_patch_says_all_about_itself(patch: Patch) -> None:
     assert patch.expects
     assert isinstance(getattr(settings.Settings(), patch.toggle), bool)
     assert upstream.patch(patch.name) is patch
+
+
+@pytest.mark.parametrize("patch", SOURCE_PATCHES, ids=lambda p: p.name)
+def test_every_patch_of_the_sources_says_all_about_itself(patch: SourcePatch) -> None:
+    for text in (patch.what, patch.why, patch.upstream, patch.drop_when, patch.instead):
+        assert len(text) > 10
+    assert isinstance(getattr(settings.Settings(), patch.toggle), bool)
+    assert patch.name not in {p.name for p in PATCHES}
+    assert patch.marker not in {p.marker for p in PATCHES}
 
 
 def test_patches_differ_in_name_and_toggle() -> None:
