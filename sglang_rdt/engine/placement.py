@@ -253,7 +253,9 @@ def instrument(module: dict[str, Any]) -> None:
     """Puts placement into ``RayEngine``; ``module``: the namespace of sglang.srt.ray.engine."""
     settings = settings_module.load()
     engine = module["RayEngine"]
-    if settings.enabled and settings.patch_placement and not hasattr(engine, _PLACED):
+    # In patched sources the body of the class has put something else there.
+    placed = getattr(engine, _PLACED, None) is True
+    if settings.enabled and settings.patch_placement and not placed:
         setattr(engine, _PLACED, True)
         _wrap(module, engine)
 

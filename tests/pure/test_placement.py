@@ -251,3 +251,27 @@ def test_an_engine_info_server_that_dies_is_refused_not_waited_for() -> None:
     assert closed
     server._server.started = True
     engine_info._wait_until_it_listens(server)
+
+
+def test_patched_sources_are_placed_once_like_released_ones() -> None:
+    def find(placement_group: Any, nnodes: int) -> None: ...
+
+    module: dict[str, Any] = {"_find_engine_bundle": find}
+
+    class RayEngine:
+        _rdt_placed = placement.in_class_body(module)  # as patch 0005 has it
+
+        def __init__(self, **kwargs: Any) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+        @classmethod
+        def _launch_scheduler_processes(cls) -> None: ...
+
+    assert module["RayEngine"] is RayEngine
+    placed = RayEngine.__init__
+    assert placed.__name__ == "init_placed"
+    assert RayEngine.shutdown.__name__ == "shutdown_placed"
+    assert RayEngine._launch_scheduler_processes.__name__ == "launch_placed"
+    placement.instrument(module)
+    assert RayEngine.__init__ is placed
