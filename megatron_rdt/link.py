@@ -235,18 +235,26 @@ class EngineLink:
             changed = False
             if self.coordinator is not None:
                 self._news = self._membership.look(self.coordinator.engines)
-                changed = bool(self._news)
+                changed = bool(self._news) or bool(
+                    self._planned() - self.coordinator.engines.keys()
+                )
                 self.failures = _missing(self._news)
             return _Notice(moved, self._stale, changed)
         except Exception as error:  # all ranks must hear of it
             return _Notice(error=RdtError(f"trainer rank {self._group.rank}: {calls.short(error)}"))
 
+    def _planned(self) -> set[str]:
+        """Engines that the plan is about; one that failed may be among them."""
+        return set(self._plan.engines) if self._plan is not None else set()
+
     def _update(self, stale: frozenset[str]) -> None:
         """Collective: the plan and the reads follow the engines."""
         started = time.perf_counter()
-        if not self._group.lead(lambda: self._lead_update(stale)):
+        try:
+            self._group.lead(lambda: self._lead_update(stale))
+        except EngineNotFoundError:
             self.disconnect()
-            raise EngineNotFoundError("no engine is left to sync")
+            raise
         joined = self._attach(strict=False)
         if self._group.leads and joined:
             logger.info(
@@ -269,8 +277,8 @@ class EngineLink:
             lead.give_up(dict.fromkeys(lead.connecting, error))
             raise
 
-    def _lead_update(self, stale: frozenset[str]) -> bool:
-        """Whether there is an engine left."""
+    def _lead_update(self, stale: frozenset[str]) -> None:
+        """Raises EngineNotFoundError if no engine is left."""
         lead = self.coordinator
         assert lead is not None
         lead.forget(stale)
@@ -281,13 +289,21 @@ class EngineLink:
             self._judge(lead.meet(news.joined, self._specs_of_all()), news.joined, strict=False)
             if lead.engines:
                 self._plan = self._plan_fitting()
-                self._check_kept(self._plan)
-            return bool(lead.engines)
+            if not lead.engines:
+                why = "; ".join(
+                    f"{name}: {failure.text}" for name, failure in self.failures.items()
+                )
+                raise EngineNotFoundError(
+                    "no engine is left to sync" + (f" ({why})" if why else "")
+                )
+            self._check_kept(self._plan)
         except BaseException as error:
             lead.give_up(dict.fromkeys(lead.connecting, error))
             raise
 
     def _specs_of_all(self) -> list[TensorSpec]:
+        if self._plan is not None:
+            return list(self._plan.specs.values())
         return list({spec.name: spec for t in self._trainers for spec in t.exports}.values())
 
     def _judge(
@@ -313,9 +329,9 @@ class EngineLink:
             if engine.name not in no:
                 self._membership.failed(engine)
 
-    def _plan_fitting(self) -> Plan | DirectPlan:
-        """A plan of all engines that fit; one that joined and does not must not keep the others
-        from theirs."""
+    def _plan_fitting(self) -> Plan | DirectPlan | None:
+        """A plan of all engines that fit, if any does; one that joined and does not must not keep
+        the others from theirs."""
         lead = self.coordinator
         assert lead is not None
         joined = list(lead.connecting)
@@ -333,9 +349,9 @@ class EngineLink:
                 lead.give_up({name: error})
                 self.failures[name] = Failure("plan", calls.short(error))
                 logger.error("engine %s fits no plan: %s", name, calls.short(error))
-        return self._make_plan()
+        return self._make_plan() if lead.engines else None
 
-    def _check_kept(self, plan: Plan | DirectPlan) -> None:
+    def _check_kept(self, plan: Plan | DirectPlan | None) -> None:
         """What engines have prepared must still be what they are to read."""
         lead = self.coordinator
         assert lead is not None
@@ -479,12 +495,12 @@ class EngineLink:
     def _agree_on_settings(self) -> None:
         # What decides which collectives the ranks take part in.
         s = self._settings
-        mine = (s.mode, s.verify, s.verify_every, s.bucket_bytes)
+        mine = (s.mode, s.verify, s.verify_every, s.bucket_bytes, s.engine_failures)
         for rank, theirs in enumerate(self._group.gather(mine)):
             if theirs != mine:
                 raise RdtError(
                     f"trainer ranks {self._group.rank} and {rank} have different settings of mode, "
-                    f"verify, verify_every and bucket_bytes: {mine} and {theirs}"
+                    f"verify, verify_every, bucket_bytes and engine_failures: {mine} and {theirs}"
                 )
 
     def _find_holdings(self) -> Holdings | None:
