@@ -8,6 +8,8 @@ from rich.table import Table
 from sglang_rdt import settings as settings_module
 from sglang_rdt.coordinator import ray_cluster
 
+_WIDE = 220
+
 
 def _join(address: str | None, namespace: str | None) -> str | None:
     """Joins the cluster; the namespace to look in.
@@ -54,7 +56,9 @@ def show(address: str | None, namespace: str | None, everywhere: bool) -> None:
             )
         if one.engine is None:
             table.add_row(name, "", one.state, "", "", "", "", "", one.why)
-    Console().print(table)
+    console = Console()
+    # Into a file or a pipe, nothing is cut.
+    (console if console.is_terminal else Console(width=_WIDE)).print(table)
 
 
 def show_current(
