@@ -22,8 +22,9 @@ printf '[test] pytest\n' >&2
 if (($#)); then
     exec python -m pytest "$@"
 fi
-python -m pytest -n auto --dist loadfile tests/pure tests/cpu
+# Much of the same in other shapes is left out: `scripts/test.sh -m long`.
+python -m pytest -m 'not long' -n auto --dist loadfile tests/pure tests/cpu tests/patchset
 # What starts engines has the machine to itself.
-python -m pytest -m 'not faults' tests/cluster tests/e2e tests/patchset tests/gpu
+python -m pytest -m 'not faults and not long' tests/cluster tests/e2e tests/gpu
 # Tests that kill processes have a cluster of their own.
 exec python -m pytest -m faults

@@ -16,7 +16,7 @@ import yaml
 
 from sglang_rdt import cpu
 
-pytestmark = [pytest.mark.cluster, pytest.mark.e2e]
+pytestmark = [pytest.mark.cluster, pytest.mark.e2e, pytest.mark.long]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "deployments" / "one-job"
 

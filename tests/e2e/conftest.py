@@ -25,6 +25,33 @@ NAMESPACE = "sglang-rdt-tests"
 GPUS = 4  # nothing is behind them
 
 
+# Modules that share an engine follow one another; others keep their place after them.
+ORDER = (
+    "test_dense",
+    "test_refusals",
+    "test_verify",
+    "test_launchers",
+    "test_direct",
+    "test_other_models",
+    "test_membership",
+    "test_load",
+    "test_races",
+    "test_engine_parallel",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts the end-to-end tests by :data:`ORDER`."""
+    here = Path(__file__).parent
+    places = [i for i, item in enumerate(items) if item.path.parent == here]
+    rank = {name: i for i, name in enumerate(ORDER)}
+    ordered = sorted(
+        (items[i] for i in places), key=lambda item: rank.get(item.path.stem, len(ORDER))
+    )
+    for i, item in zip(places, ordered, strict=True):
+        items[i] = item
+
+
 @dataclass(frozen=True)
 class EngineKey:
     """What makes two tests share an engine."""

@@ -51,10 +51,16 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module")
 def shape(request: pytest.FixtureRequest) -> Shape:
     """Of the module, so that all tests of one shape follow each other: one engine start each."""
     return SHAPES[request.param]
+
+
+def shapes(*suite: str) -> pytest.MarkDecorator:
+    """All shapes; those that are not in ``suite`` take too long for every run."""
+    params = [pytest.param(s, marks=() if s in suite else pytest.mark.long) for s in SHAPES]
+    return pytest.mark.parametrize("shape", params, indirect=True, scope="module")
 
 
 def _check(shape: Shape, group: Trainers, served: ServedEngine, version: str, folder: Path) -> None:
@@ -94,6 +100,7 @@ def _sync(group: Trainers, version: str) -> list[str]:
     return list(group.on_all(sync))
 
 
+@shapes(*SHAPES)
 def test_direct(shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path) -> None:
     served = engines.get(shape.key)
     ranks = [r.rank for r in served.engine.ranks]
@@ -106,6 +113,7 @@ def test_direct(shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_pa
         _check(shape, group, served, report.version, tmp_path)
 
 
+@shapes("dp attention")
 def test_bucketed(shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path) -> None:
     served = engines.get(shape.key)
     group = trainers.get(shape.model, shape.layout, seed=52)
@@ -114,7 +122,8 @@ def test_bucketed(shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_
     _check(shape, group, served, "in buckets", tmp_path)
 
 
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
+@shapes("pp 2")
+@pytest.mark.parametrize("pause", ["retract", pytest.param("in_place", marks=pytest.mark.long)])
 def test_requests_that_run_go_on_with_the_new_weights(
     pause: Any, shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
 ) -> None:
@@ -146,6 +155,7 @@ def test_requests_that_run_go_on_with_the_new_weights(
     _check(shape, group, served, "after", tmp_path)
 
 
+@shapes("dp 2")
 def test_a_sync_that_one_rank_refuses_changes_no_rank(
     shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
 ) -> None:
@@ -168,7 +178,7 @@ def test_a_sync_that_one_rank_refuses_changes_no_rank(
     _check(shape, group, served, "again", tmp_path)
 
 
-@pytest.mark.parametrize("shape", ["dp 2"], indirect=True)
+@pytest.mark.parametrize("shape", ["dp 2"], indirect=True, scope="module")
 def test_no_replica_reads_before_all_have_begun(
     shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
 ) -> None:
@@ -186,6 +196,7 @@ def test_no_replica_reads_before_all_have_begun(
     _check(shape, group, served, "again", tmp_path)
 
 
+@shapes("pp 2", "dp 2")
 def test_a_sync_that_breaks_on_one_rank_leaves_all_dirty_until_the_next(
     shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
 ) -> None:
@@ -212,6 +223,7 @@ def test_a_sync_that_breaks_on_one_rank_leaves_all_dirty_until_the_next(
     _check(shape, group, served, "whole", tmp_path)
 
 
+@pytest.mark.long
 def test_experts_that_are_dealt_out(engines: EnginePool, trainers: TrainerPool) -> None:
     """Weights only: without a GPU, SGLang's experts cannot tell whose token is not theirs."""
     served = engines.get(EngineKey(MOE, 2, more=(("ep_size", 2),)))

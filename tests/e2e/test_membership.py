@@ -192,6 +192,7 @@ def test_a_stopped_engine_holds_up_one_sync_and_no_more(
         assert_engine_serves(MODEL, state, served, "4", tmp_path / "4")
 
 
+@pytest.mark.long
 def test_failures_can_be_logged_instead(
     engines: EnginePool, trainers: TrainerPool, second: Second
 ) -> None:

@@ -33,7 +33,10 @@ CASES: dict[str, tuple[EngineKey, Layout]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.long) if CASES[c][1].world > 2 else c for c in CASES],
+)
 def test_a_step_reaches_the_engine(
     case: str, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
 ) -> None:

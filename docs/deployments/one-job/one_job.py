@@ -71,10 +71,10 @@ def main() -> None:
     kwargs = cpu.engine_kwargs(path, port=30000)
     engine = Engine.options(**host_options(group, [0])).remote(**kwargs)
     trainers = [Trainer.remote() for _ in range(2)]
-    master = ray.get(trainers[0].address.remote())
     ask = {"input_ids": [[7, 8, 9]], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
     before = ray.get(engine.generate.remote(**ask))[0]  # returns when the engine is up
     print("before:", before["output_ids"], "version", before["meta_info"]["weight_version"])
+    master = ray.get(trainers[0].address.remote())  # now: a free port may be taken later
     ray.get([t.start.remote(i, len(trainers), master) for i, t in enumerate(trainers)])
     for _ in range(2):
         print(ray.get([t.step.remote() for t in trainers])[0])
