@@ -55,7 +55,8 @@ install() {
   if [[ -n $uv ]]; then
     uv pip install --quiet --python "$venv/bin/python" "$@"
   else
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+    # Bytecode is made of what is imported, as uv does it; of everything, it takes a minute.
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile "$@"
   fi
 }
 

@@ -196,7 +196,7 @@ def test_no_replica_reads_before_all_have_begun(
     _check(shape, group, served, "again", tmp_path)
 
 
-@shapes("pp 2", "dp 2")
+@shapes("pp 2")
 def test_a_sync_that_breaks_on_one_rank_leaves_all_dirty_until_the_next(
     shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
 ) -> None:
