@@ -102,8 +102,6 @@ class Cell:
             return "a read that was given up never lands in weights that were synced since"
         if self.victim in OF_TRAINER:
             return f"{typed}; engines old and running, or dirty and paused, or new and whole"
-        if self.phase in BEFORE_SYNC:
-            return f"{typed}; A untouched"
         return f"{typed}; A serves the new version"
 
     def spoken(self) -> tuple[str, ...]:

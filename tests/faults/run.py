@@ -342,8 +342,6 @@ class _Run:
             self.judge_dirty(name, served, version, before)
         elif state_now != "current":
             self.expect(False, f"{name} is {state_now}, and it was not {name} that failed")
-        elif cell.phase in BEFORE_SYNC:
-            self.judge_serving(name, served, before.label, before.state)
         else:
             self.judge_serving(name, served, label, state)
 
