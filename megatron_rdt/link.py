@@ -111,12 +111,13 @@ class EngineLink:
         self._trainer: Trainer | None = None
         self._stale: frozenset[str] | None = frozenset()
         self._senders: dict[str, RouteSender] = {}
-        self._mover: BucketedMover | DirectMover | None = None
+        self._mover: Mover | None = None
         # Rank 0 only.
         self._trainers: Sequence[TrainerRank] = ()
         self._plan: Plan | DirectPlan | None = None
         self._news = News()
         self.coordinator: Coordinator | None = None
+        self._followers: Mapping[str, Engine] = {}
         # Engines that should take part in a sync, and cannot; on rank 0.
         self.failures: dict[str, Failure] = {}
         # Syncs since engines were connected.
@@ -185,7 +186,7 @@ class EngineLink:
             # Before the engines pause: registering a model takes a second the first time.
             self._memory_ref = self._group.together(lambda: _offer(holdings))
         plan = self._group.lead(lambda: _summary(self._lead_first()))
-        self._attach(strict=not self._membership.takes_all)
+        self._attach(strict=self._strict)
         self.connected = True
         if self._group.leads:
             logger.info(
@@ -197,6 +198,11 @@ class EngineLink:
                 time.perf_counter() - started,
             )
         return plan
+
+    @property
+    def _strict(self) -> bool:
+        """Whether an engine that cannot be connected is an error of the connect."""
+        return not (self._membership.takes_all or self._membership.found_before)
 
     def refresh(self) -> None:
         """Before a sync: connects what came, forgets what went, and registers what moved.
@@ -265,12 +271,12 @@ class EngineLink:
 
     def _lead_first(self) -> Plan | DirectPlan:
         assert self._trainer is not None
-        engines = self._membership.find()
-        self.failures = {}
-        self.coordinator = lead = Coordinator(self._settings, self._trainer)
-        problems = lead.meet(engines, self._specs_of_all())
+        news = self._membership.find()
+        self.failures = _missing(news)
+        self.coordinator = lead = Coordinator(self._settings, self._trainer, self._followers)
+        problems = lead.meet(news.joined, self._specs_of_all())
         try:
-            self._judge(problems, engines, strict=not self._membership.takes_all)
+            self._judge(problems, news.joined, strict=self._strict)
             self._plan = self._make_plan()
             return self._plan
         except BaseException as error:
@@ -281,6 +287,9 @@ class EngineLink:
         """Raises EngineNotFoundError if no engine is left."""
         lead = self.coordinator
         assert lead is not None
+        unknown = sorted(stale - lead.engines.keys())
+        if unknown:
+            logger.warning("called stale, and not connected: %s", ", ".join(unknown))
         lead.forget(stale)
         news = self._membership.look(lead.engines) if stale else self._news
         self.failures = _missing(news)
@@ -312,13 +321,13 @@ class EngineLink:
         """Notes why engines could not be connected.
 
         Args:
-            strict: raise instead. Without it, too, an engine that refuses is an error at the first
-                connect, where none of the others has any weights of this trainer yet.
+            strict: raise instead. Without it, too, an engine that refuses is an error where none
+                was connected before, and so none has any weights of this trainer yet.
         """
         lead = self.coordinator
         assert lead is not None
         no = refusals(problems)
-        if problems and (strict or not lead.engines or (no and not self.connected)):
+        if problems and (strict or not lead.engines or (no and not self._membership.found_before)):
             raise _one_of(problems if strict else no or problems)
         for engine in engines:
             error = problems.get(engine.name)
@@ -397,11 +406,7 @@ class EngineLink:
             raise
         if self._mover is None:
             self._mover = self._make_mover(isinstance(met.share, DirectShare))
-        senders = list(self._senders.values())
-        if isinstance(met.share, DirectShare):
-            self._mover.follow(met.share, senders)  # type: ignore[arg-type]
-        else:
-            self._mover.follow(met.share, senders)  # type: ignore[arg-type]
+        self._mover.follow(met.share, list(self._senders.values()))
         if joined:
             self.syncs = 0
         return joined
@@ -431,7 +436,7 @@ class EngineLink:
         self._membership.connected(joined)
         return joined
 
-    def _make_mover(self, direct: bool) -> BucketedMover | DirectMover:
+    def _make_mover(self, direct: bool) -> Mover:
         if direct:
             assert self._holdings is not None
             return DirectMover(
@@ -538,14 +543,17 @@ class EngineLink:
         elif self._holdings is not None:
             nixl.deregister(self._holdings.tensors)
         self._mover = self._holdings = self._memory_ref = None
+        if self.coordinator is not None:
+            self._followers = self.coordinator.followers
         self._plan, self._trainers, self.coordinator = None, (), None
         self.connected = False
 
     def close(self) -> None:
         """Tells the engines, too, that this trainer is done with them."""
-        if self.coordinator is not None:
-            self.coordinator.disconnect()
         if self._trainer is not None:
+            # There is no coordinator where no engine was left; those that had failed still follow.
+            followers = self.coordinator.followers if self.coordinator else self._followers
+            Coordinator(self._settings, self._trainer, followers).disconnect()
             identities.leave(self._trainer)
         self.disconnect()
 

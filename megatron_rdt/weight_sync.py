@@ -146,6 +146,9 @@ class WeightSync:
                 on serving what they served.
             ExportError: mode ``direct`` was asked for, and the source cannot say where HF tensors
                 lie; names what it cannot.
+
+        Once engines were connected, one of them that cannot be is no error of this any more, but a
+        failure of the next sync.
         """
         self.wait()
         return self._link.connect()
@@ -164,7 +167,12 @@ class WeightSync:
 
         Not needed for engines that died, were restarted, or had their memory released: the sync
         notices by itself.
+
+        Raises:
+            RdtError: a text instead of a list of texts.
         """
+        if isinstance(engines, str):
+            raise RdtError(f"mark_stale takes a list of engines, such as [{engines!r}]")
         self._link.mark_stale(engines)
 
     @property

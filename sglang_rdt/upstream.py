@@ -250,7 +250,8 @@ PATCHES: tuple[Patch, ...] = (
         package="sglang",
         module="sglang.srt.ray.engine",
         what="RayEngine starts its ranks on bundles that a framework has reserved, and nothing on other "
-        "nodes than the first; it can serve engine info, and ends only what it has started.",
+        "nodes than the first; it can serve engine info, and ends only what it has started (for that, "
+        "kill_process_tree of sglang.srt.entrypoints.engine is wrapped at the first shutdown).",
         why="Without the keyword the released one makes a second group, or uses the calling actor's as if "
         "each bundle were a node, and waits for ever; the HTTP server has no keyword; every node of a "
         "multi-node engine starts all ranks; shutdown kills all children and leaves the group.",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Sequence
 
+    from megatron_rdt.sender import RouteSender
     from sglang_rdt.coordinator.failures import Failure
     from sglang_rdt.coordinator.phases import PhaseTimer
 
@@ -47,6 +48,15 @@ class Mover(Protocol):
     @property
     def staging_bytes(self) -> int:
         """Registered staging memory of this rank, in bytes."""
+        ...
+
+    def follow(self, share: Any, senders: Sequence[RouteSender]) -> None:
+        """Does what ``share`` says from now on.
+
+        Args:
+            share: this rank's, of a plan of this mover's kind.
+            senders: for what this rank stages.
+        """
         ...
 
     def move(self, sync_id: str, given_up: Container[str], timer: PhaseTimer, verify: str) -> Moved:

@@ -43,15 +43,18 @@ class Coordinator:
     Args:
         settings: deadlines, pause mode, verification.
         trainer: whom the engines will follow.
+        followers: engines that may follow it already.
     """
 
-    def __init__(self, settings: Settings, trainer: Trainer) -> None:
+    def __init__(
+        self, settings: Settings, trainer: Trainer, followers: Mapping[str, Engine] | None = None
+    ) -> None:
         # Those that were described; a sync takes place on all of them, or on ``taking_part``.
         self.engines: dict[str, Engine] = {}
         self.taking_part: dict[str, Engine] = {}
         self._layouts: dict[str, list[EngineRankLayout]] = {}
         # Whoever may think that it follows this trainer, though it was forgotten here.
-        self._followers: dict[str, Engine] = {}
+        self.followers: dict[str, Engine] = dict(followers or {})
         self._settings = settings
         self._trainer = trainer
         self._connection = Connection(uuid.uuid4().hex, trainer)
@@ -113,7 +116,7 @@ class Coordinator:
         not hear of it gives way to the next trainer once this process is gone."""
         refs: dict[str, Any] = {}
         try:
-            for engine in self._followers.values():
+            for engine in self.followers.values():
                 refs.update(engine.start("disconnect", self._trainer.token))
             _, errors = calls.settle(refs, _DISCONNECT_S, "disconnect")
         except Exception as error:  # Ray itself is gone
@@ -159,7 +162,7 @@ class Coordinator:
                 del alive[name]
         self._give_up_abandoned(alive, statuses)
         for name, engine in alive.items():
-            self.engines[name] = self._followers[name] = engine
+            self.engines[name] = self.followers[name] = engine
             self._connecting[name] = self.new_sync_id("connect")
         sessions = self._connecting
         requests = {

@@ -19,11 +19,13 @@ no microbatch.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from sglang_rdt.engine.loop_inbox import LoopCall
+from sglang_rdt.errors import PatchMismatchError
 
 
 class Pipeline:
@@ -32,6 +34,9 @@ class Pipeline:
     Args:
         scheduler: the live scheduler (sglang.srt.managers.scheduler).
         run: what to do with a call when all stages have drained.
+
+    Raises:
+        PatchMismatchError: the scheduler chooses its microbatches in another way than known.
     """
 
     def __init__(self, scheduler: Any, run: Callable[[LoopCall], None]) -> None:
@@ -40,6 +45,14 @@ class Pipeline:
         self._calls: deque[LoopCall] = deque()
         self._turns_left = 0
         self._next_batch = scheduler.get_next_batch_to_run
+        known = {"running_batch", "last_batch"}
+        if set(inspect.signature(self._next_batch).parameters) != known:
+            raise PatchMismatchError(
+                "scheduler_actor",
+                "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
+                f"does not take {' and '.join(sorted(known))}",
+                "SGLANG_RDT_PATCH_SCHEDULER_ACTOR",
+            )
         scheduler.get_next_batch_to_run = self.next_batch
 
     def later(self, call: LoopCall) -> None:

@@ -100,6 +100,20 @@ def _sync(group: Trainers, version: str) -> list[str]:
     return list(group.on_all(sync))
 
 
+def _refuse_one_sync(group: Trainers, served: ServedEngine) -> None:
+    """The last rank refuses a sync, which changes no rank, and takes the next one, "again"."""
+    before = served.weights()
+    _on_last_rank(served, _refuse)
+    for message in _sync(group, "refused"):
+        assert "could land in newer weights" in message
+    assert {(s.state, s.version) for s in served.engine.status()} == {("current", "fine")}
+    after = served.weights()
+    assert all((b[n] == a[n]).all() for b, a in zip(before, after, strict=True) for n in b)
+    assert served.generate(proof.PROMPT, 2)[1] == "fine"
+    _on_last_rank(served, _allow)
+    assert _sync(group, "again") == ["", ""]
+
+
 @shapes(*SHAPES)
 def test_direct(shape: Shape, engines: EnginePool, trainers: TrainerPool, tmp_path: Path) -> None:
     served = engines.get(shape.key)
@@ -164,17 +178,7 @@ def test_a_sync_that_one_rank_refuses_changes_no_rank(
     # Replicas do not vote with each other: who begins them one by one can take it back.
     group.attach(BUCKETED, on_step=False, engines=[served.address])
     assert _sync(group, "fine") == ["", ""]
-    before = served.weights()
-
-    _on_last_rank(served, _refuse)
-    for message in _sync(group, "refused"):
-        assert "could land in newer weights" in message
-    assert {(s.state, s.version) for s in served.engine.status()} == {("current", "fine")}
-    after = served.weights()
-    assert all((b[n] == a[n]).all() for b, a in zip(before, after, strict=True) for n in b)
-    assert served.generate(proof.PROMPT, 2)[1] == "fine"
-    _on_last_rank(served, _allow)
-    assert _sync(group, "again") == ["", ""]
+    _refuse_one_sync(group, served)
     _check(shape, group, served, "again", tmp_path)
 
 
@@ -187,12 +191,7 @@ def test_no_replica_reads_before_all_have_begun(
     group = trainers.get(shape.model, shape.layout, seed=57)
     group.attach(DIRECT, on_step=False, engines=[served.address])
     assert _sync(group, "fine") == ["", ""]
-    _on_last_rank(served, _refuse)
-    for message in _sync(group, "refused"):
-        assert "could land in newer weights" in message
-    assert {(s.state, s.version) for s in served.engine.status()} == {("current", "fine")}
-    _on_last_rank(served, _allow)
-    assert _sync(group, "again") == ["", ""]
+    _refuse_one_sync(group, served)
     _check(shape, group, served, "again", tmp_path)
 
 

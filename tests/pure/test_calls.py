@@ -111,3 +111,28 @@ def test_a_deadline_is_shared_by_all_calls(
     monkeypatch.setattr(ray, "wait", wait)
     settle({"a": 1, "b": 2}, 5.0, "pause")
     assert fake_ray == [0.001, 0.001]  # the time is up: only what is there already
+
+
+def test_several_engines_that_are_silent_cost_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def wait(refs: Any, num_returns: int, timeout: float) -> Any:
+        waited.append(timeout)
+        return [], refs
+
+    def get(ref: Any, timeout: float) -> Any:
+        waited.append(timeout)
+        if ref is None:
+            raise GetTimeoutError
+        return ref
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    started = {"e0": {"r0": 1, "r1": 2}, "e1": {"r0": None, "r1": 3}, "e2": {"r0": None}}
+    results, failures = calls.settle_each(started, 5.0, "pull")
+    assert results == {"e0": {"r0": 1, "r1": 2}}
+    assert {e: list(f) for e, f in failures.items()} == {"e1": ["r0"], "e2": ["r0"]}
+    assert str(failures["e2"]["r0"]) == "r0 did not finish 'pull' within 5 s"
+    assert waited[0] == 5.0
+    assert max(waited[1:]) <= 5.0
+    assert len(waited) == 6  # one wait for all

@@ -5,18 +5,22 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import ray.util
 
+from megatron_rdt.link import EngineLink
 from sglang_rdt.coordinator import calls, discovery, membership
+from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.coordinator.membership import Membership, refusals
 from sglang_rdt.coordinator.roster import current_engines, roster
 from sglang_rdt.engine import names
 from sglang_rdt.engine.sync_request import RankStatus
 from sglang_rdt.errors import AmbiguousEngineError, DeadlineError, EngineNotFoundError, RdtError
+from sglang_rdt.plan.specs import RankId
 
 from .builders import engine_rank
 from .wire import get, settle
@@ -51,6 +55,8 @@ class Actor:
             return Method(self._identify)
         if name == "rdt_status":
             return Method(lambda: self._answer(self.status))
+        if name == "accept_weights":
+            return Method(lambda version: self._answer(self.accepted(version)))
         raise AttributeError(name)
 
     def _identify(self) -> Future[Any]:
@@ -120,7 +126,7 @@ def known(engines: Any) -> dict[str, Any]:
 def test_nothing_changes(table: Table) -> None:
     first = table.start(A)
     members = Membership(None, "rl")
-    now = known(members.find())
+    now = known(members.find().joined)
     asked = [a.asked for a in first]
     for _ in range(3):
         assert not members.look(now)
@@ -130,7 +136,7 @@ def test_nothing_changes(table: Table) -> None:
 def test_one_joins(table: Table) -> None:
     table.start(A)
     members = Membership(None, "rl")
-    now = known(members.find())
+    now = known(members.find().joined)
     table.start(B)
     news = members.look(now)
     assert [e.name for e in news.joined] == [B]
@@ -141,7 +147,7 @@ def test_one_joins(table: Table) -> None:
 def test_one_that_starts_joins_when_it_is_whole_and_nobody_waits_for_it(table: Table) -> None:
     table.start(A)
     members = Membership(None, "rl")
-    now = known(members.find())
+    now = known(members.find().joined)
     starting = table.start(B)
     key = next(k for k, a in table.actors.items() if a is starting[1])
     late = table.actors.pop(key)
@@ -169,7 +175,7 @@ def test_one_dies(table: Table, ranks: int) -> None:
     table.start(A)
     table.start(B)
     members = Membership(None, "rl")
-    now = known(members.find())
+    now = known(members.find().joined)
     members.connected(now)
     table.end(B, ranks)
     news = members.look(now)
@@ -186,7 +192,7 @@ def test_one_dies(table: Table, ranks: int) -> None:
 def test_one_is_back_under_its_name(table: Table) -> None:
     table.start(A)
     members = Membership(None, "rl")
-    now = known(members.find())
+    now = known(members.find().joined)
     table.end(A)
     again = table.start(A, "two")
     news = members.look(now)
@@ -200,7 +206,7 @@ def test_engines_that_were_named_are_missed_and_others_are_not_taken(table: Tabl
     table.start(B)
     table.start("10.0.0.3:30000")
     members = Membership([A, B], "rl")
-    now = known(members.find())
+    now = known(members.find().joined)
     assert list(now) == [A, B]
     table.end(B)
     news = members.look(now)
@@ -217,7 +223,7 @@ def test_one_that_could_not_be_connected_is_tried_less_and_less_often(
     table.start(A)
     table.start(B)
     members = Membership(None, "rl")
-    now = known(members.find())
+    now = known(members.find().joined)
     members.connected(now)
     b = now.pop(B)
     clock = [1000.0]
@@ -241,7 +247,7 @@ def test_a_silent_engine_does_not_keep_the_others_from_being_found(table: Table)
     table.start(A)
     for actor in table.start(B):
         actor.silent = True
-    assert [e.name for e in Membership(None, "rl").find()] == [A]
+    assert [e.name for e in Membership(None, "rl").find().joined] == [A]
     with pytest.raises(EngineNotFoundError, match=f"{B.split(':')[0]}.*did not finish 'identity'"):
         discovery.find_engines([A, B], namespace="rl", timeout_s=0.1)
     table.end(A)
@@ -295,3 +301,59 @@ def test_who_refuses_and_who_is_silent() -> None:
         ),
     }
     assert list(refusals(problems)) == ["no"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_connecting_from_the_beginning_misses_who_was_connected(table: Table, named: bool) -> None:
+    table.start(A)
+    second = table.start(B)
+    members = Membership([A, B] if named else None, "rl")
+    members.connected(e.name for e in members.find().joined)
+    for actor in second:
+        actor.silent = True
+    news = members.find()  # parameters have moved, say
+    assert [e.name for e in news.joined] == [A]
+    assert list(news.missing) == [B]
+    table.end(B)
+    news = members.find()
+    assert [e.name for e in news.joined] == [A]
+    assert list(news.missing) == ([B] if named else [])
+    table.end(A)
+    with pytest.raises(EngineNotFoundError, match="it is not there" if named else "no engine"):
+        members.find()
+
+
+def linked(coordinator: Any, members: Any, planned: tuple[str, ...]) -> EngineLink:
+    """Rank 0's end, as far as it looks before a sync."""
+    link = object.__new__(EngineLink)
+    link._holdings, link._stale = None, frozenset()
+    link.coordinator, link._membership = coordinator, members
+    link._plan = SimpleNamespace(engines=planned)  # type: ignore[assignment]
+    return link
+
+
+def test_a_plan_that_is_about_somebody_who_has_failed_is_made_anew(table: Table) -> None:
+    table.start(A)
+    members = Membership(None, "rl")
+    lead = SimpleNamespace(engines=known(members.find().joined))
+    assert not linked(lead, members, (A,))._notice().changed
+    # It failed in the last sync and is dead since: no news, but it must get no bucket any more.
+    assert linked(lead, members, (A, B))._notice().changed
+
+
+def test_only_the_replicas_that_are_dirty_accept_their_weights(table: Table) -> None:
+    calls_: list[int] = []
+    actors = table.start(A)
+    for dp, actor in enumerate(actors):
+        actor.status = RankStatus("dirty" if dp else "current", "1")
+        actor.accepted = lambda version, dp=dp: calls_.append(dp)  # type: ignore[attr-defined]
+    ranks = tuple(
+        replace(a.identity, rank=RankId(dp, 0, 0), dp_size=2, tp_size=1)
+        for dp, a in enumerate(actors)
+    )
+    Engine(ranks, tuple(actors)).accept("torn", 1.0)
+    assert calls_ == [1]
+    tensor_parallel = tuple(a.identity for a in actors)
+    calls_.clear()
+    Engine(tensor_parallel, tuple(actors)).accept("torn", 1.0)
+    assert calls_ == [0, 1]  # they vote

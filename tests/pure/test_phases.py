@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from sglang_rdt.coordinator import phases
+from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.coordinator.phases import PhaseTimer, SyncReport, human_bytes, slowest
 
 
@@ -111,3 +112,14 @@ def test_a_report_names_failures() -> None:
 )
 def test_human_bytes(count: float, text: str) -> None:
     assert human_bytes(count) == text
+
+
+def test_a_second_pass_over_some_engines_joins_the_first() -> None:
+    no = Failure("pause", "not connected", reconnect=True)
+    dead = Failure("pull", "dead")
+    first = SyncReport("7", ("a",), 10, 1.0, {"pull": 0.5}, {"b": no, "c": no, "d": dead})
+    second = SyncReport("7", ("b",), 5, 3.0, {"pull": 0.25, "verify": 0.1}, {"c": dead})
+    both = first.joined_by(second)
+    assert (both.engines, both.nbytes, both.seconds) == (("a", "b"), 15, 3.0)
+    assert both.failures == {"c": dead, "d": dead}
+    assert both.phases == {"pull": 0.75, "verify": 0.1}
