@@ -3,8 +3,7 @@ lost, and nothing piles up."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -94,7 +93,10 @@ def load(judge: Judge) -> list[list[tuple[tuple[int, ...], int]]]:
 
 @pytest.mark.parametrize("mode", ["direct", "bucketed"])
 def test_five_hundred_syncs_under_load(
-    mode: Any, engines: EnginePool, trainers: TrainerPool
+    mode: Any,
+    engines: EnginePool,
+    trainers: TrainerPool,
+    record_property: Callable[[str, object], None],
 ) -> None:
     served, group = traffic.attached(engines, trainers, SETTINGS.replace(mode=mode))
     states = traffic.states_of(group)
@@ -109,12 +111,9 @@ def test_five_hundred_syncs_under_load(
         watch.look()
     assert_right(judge, served, syncs)
     watch.assert_nothing_piled_up()
-    # The quickest tenths: the machine's other work only makes a sync longer.
-    early, late = (
-        statistics.quantiles([s.seconds for s in part], n=10)[0]
-        for part in (syncs[50:150], syncs[-100:])
-    )
-    assert late < 1.1 * early
+    # What benchmarks/sync_growth.py compares.
+    record_property("early_s", [s.seconds for s in syncs[50:150]])
+    record_property("late_s", [s.seconds for s in syncs[-100:]])
     assert {(s.state, s.version) for s in served.engine.status()} == {("current", "v500")}
     assert_engine_holds(KEY.model, states[500 % SETS], served)
 
@@ -175,10 +174,10 @@ def fail_once(kind: int, number: int, served: ServedEngine, group: Trainers) -> 
     before = {s.version for s in served.engine.status()}
     if kind == 0:
         mine = served.engine.status()[0].connection
-        other = SyncRequest("other", "host-a:1", "sync", connection=mine)
+        other = SyncRequest(f"other-{number}", "host-a:1", "sync", connection=mine)
         served.engine.call("begin_sync", other, timeout_s=60, phase="begin")
         (message,) = group.on_all(fails, number)
-        served.engine.call("abort_sync", "other", "test", timeout_s=60, phase="abort")
+        served.engine.call("abort_sync", other.sync_id, "test", timeout_s=60, phase="abort")
     elif kind == 1:
         (message,) = group.on_all(wrong_checksum, number)
     elif kind == 2:
@@ -187,7 +186,7 @@ def fail_once(kind: int, number: int, served: ServedEngine, group: Trainers) -> 
         on_engine(served, failing_read)
         (message,) = group.on_all(fails, number)
     expected = (
-        "is in sync other of host-a:1",
+        f"is in sync other-{number} of host-a:1",
         "checksums differ after the sync",
         "no sums today",
         "NIXL_ERR_REMOTE_DISCONNECT",

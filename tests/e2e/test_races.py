@@ -328,12 +328,13 @@ def test_a_user_who_continues_during_a_sync_waits_for_its_end(
     until_running(served, 4)
     if paused:
         on_host(served, user, "pause", "retract")
-    held = SyncRequest("held", "host-a:1", "sync", connection=served.engine.status()[0].connection)
+    mine = served.engine.status()[0].connection
+    held = SyncRequest(f"held-{paused}", "host-a:1", "sync", connection=mine)
     served.engine.call("begin_sync", held, timeout_s=60, phase="begin")
     try:
         on_host(served, user, "continue")
         assert_stands_still(served)
     finally:
-        served.engine.call("abort_sync", "held", "test", timeout_s=60, phase="abort")
+        served.engine.call("abort_sync", held.sync_id, "test", timeout_s=60, phase="abort")
     for reply in assert_finished(served, judge, "nothing", 4):
         assert [version for version, _, _ in reply.spans] == ["v0"]
