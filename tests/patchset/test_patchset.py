@@ -127,6 +127,11 @@ class TokenizerManager:
     async def generate_request(self, obj):
         pass
 """,
+    "sglang/srt/layers/quantization/fp8.py": """\
+class Fp8LinearMethod:
+    def process_weights_after_loading(self, layer):
+        pass
+""",
     "megatron/core/optimizer/optimizer.py": """\
 class ChainedOptimizer:
     def restore_from_cpu(self):
