@@ -309,11 +309,13 @@ class RankSession:
         return moved
 
     def finalise(self, sync_id: str) -> None:
-        """Constants, then SGLang's post-load processing, once; all ranks or none."""
+        """Constants and what the loader computes, then SGLang's post-load processing, once; all
+        ranks or none."""
         self.require(sync_id, writing=True)
 
         def run() -> None:
             self.weights.apply_constants()
+            self.weights.compute()
             self._control.synchronize()
             self._control.end_session()
             self._control.synchronize()

@@ -374,7 +374,10 @@ def _qwen3_5_moe_config(**overrides: Any) -> Any:
         layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     )
     del common["intermediate_size"]
-    return Qwen3_5MoeTextConfig(**{**common, **overrides})
+    config = Qwen3_5MoeTextConfig(**{**common, **overrides})
+    # In the released config.json, and what SGLang reads; transformers' class keeps the list only.
+    config.full_attention_interval = 4
+    return config
 
 
 def _gated_delta_net(c: Any, layer: str) -> Iterator[_Tensor]:
