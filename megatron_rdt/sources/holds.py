@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rdt.tracing import Tracer
 from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import ExportError
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import Block, Hold
+from sglang_rdt.tracing import Tracer
 
 
 @dataclass(frozen=True)

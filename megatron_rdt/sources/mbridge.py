@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rdt.sources.holds import Holdings, HoldingsBuilder
-from megatron_rdt.tracing import Tracer
 from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import ExportError
 from sglang_rdt.plan.specs import TensorSpec
+from sglang_rdt.tracing import Tracer
 
 if TYPE_CHECKING:
     from sglang_rdt.coordinator.phases import PhaseTimer

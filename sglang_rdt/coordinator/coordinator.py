@@ -170,9 +170,9 @@ class Coordinator:
             for name in alive
         }
         step("begin_sync", lambda e: e.start("begin_sync", requests[e.name]))
-        params = step("describe", lambda e: e.start("describe"))
         wanted = list(specs)
         recordings = step("record_load", lambda e: e.start("record_load", sessions[e.name], wanted))
+        params = step("describe", lambda e: e.start("describe"))
         step("register_weights", lambda e: e.start("register_weights", sessions[e.name]))
         for name, engine in alive.items():
             self._layouts[name] = [

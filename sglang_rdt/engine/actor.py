@@ -191,9 +191,10 @@ class RdtSchedulerActor:
     def describe(self) -> list[ParamSpec]:
         """Name, shape, dtype, strides and storage identity of all parameters and buffers.
 
-        Tied weights come under every name, with the same storage.
+        Tied weights come under every name, with the same storage. After :meth:`record_load` also
+        the scratch memory of what the loader computes.
         """
-        return describe_tensors(self._control.model)[0]
+        return self._session.weights.describe()
 
     def begin_sync(self, request: SyncRequest) -> EngineRank:
         """Pauses the engine (all its ranks are called with the same request) and parks its loop.

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from sglang_rdt.dtypes import torch_dtype
 from sglang_rdt.engine.direct_reader import DirectReader
 from sglang_rdt.engine.quantised import Loadable
 from sglang_rdt.engine.recorder import describe_tensors, record_load
+from sglang_rdt.engine.replay import replay, sources_in_order
 from sglang_rdt.errors import EngineStateError, ReconnectError, SlicesError, TransportError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.slices import Slice
-from sglang_rdt.plan.specs import ParamSpec, Recording, TensorSpec
+from sglang_rdt.plan.specs import (
+    ITEMSIZE,
+    ParamSpec,
+    Recording,
+    TensorSpec,
+    Want,
+    is_scratch,
+    scratch_name,
+)
 from sglang_rdt.plan.transfers import (
     Transfer,
     check_target_transfers,
@@ -47,6 +57,8 @@ class LiveWeights:
         self.specs: dict[str, ParamSpec] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self.recording: Recording | None = None
+        # HF name -> memory for an HF tensor that the loader computes something of.
+        self._computed: dict[str, torch.Tensor] = {}
         # Trainer rank -> reference to its memory, from the latest connect.
         self.sources: dict[int, Any] = {}
         self._reader: DirectReader | None = None
@@ -72,9 +84,7 @@ class LiveWeights:
             specs, tensors = describe_tensors(self._model)
         scales = self._loadable.without_source() | kv_cache_scales(self._model)
         # Like a buffer's, their values are not the loader's business unless it writes them.
-        return {
-            s.name: dataclasses.replace(s, buffer=True) if s.name in scales else s for s in specs
-        }, tensors
+        return {s.name: replace(s, buffer=True) if s.name in scales else s for s in specs}, tensors
 
     @contextlib.contextmanager
     def quantising(self) -> Iterator[None]:
@@ -82,6 +92,11 @@ class LiveWeights:
         with self._loadable.loadable():
             yield
             self._loadable.quantise()
+
+    def describe(self) -> list[ParamSpec]:
+        """Every parameter and buffer, and the scratch memory of what the loader computes."""
+        scratch = [spec for name, spec in self.specs.items() if is_scratch(name)]
+        return [*self._describe()[0].values(), *scratch]
 
     def check_addresses(self) -> None:
         """Raises ReconnectError if a tensor that the loader fills moved since it was described.
@@ -96,7 +111,8 @@ class LiveWeights:
         moved = [
             name
             for name, spec in self.specs.items()
-            if (not spec.buffer or name in filled) and now.get(name) != spec
+            if (not spec.buffer or name in filled) and not is_scratch(name)
+            if now.get(name) != spec
         ]
         moved += [s.name for s in now.values() if not s.buffer and s.name not in self.specs]
         if moved:
@@ -111,6 +127,7 @@ class LiveWeights:
         What was prepared for the trainer before is given up.
         """
         self._forget_sources()
+        self._computed = {}
         if self._loadable.layers:
             self._loadable.allocate()
             logger.info(
@@ -122,8 +139,55 @@ class LiveWeights:
             )
         self.refresh()
         with self._loadable.loadable():
-            self.recording = record_load(self._model, specs)
+            recording = record_load(self._model, specs)
+        by_name = {s.name: s for s in specs}
+        self._allocate([by_name[n] for n in sources_in_order(recording, list(by_name))])
+        wants = [
+            Want(spec.name, whole, name, whole)
+            for name in self._computed
+            for spec in [self.specs[scratch_name(name)]]
+            for whole in [Slice(0, spec.shape, spec.stride)]
+        ]
+        self.recording = replace(recording, wants=(*recording.wants, *wants))
+        self._log_computed()
         return self.recording
+
+    def _allocate(self, sources: Sequence[TensorSpec]) -> None:
+        """Scratch memory for HF tensors that the loader computes something of."""
+        for source in sources:
+            tensor = torch.zeros(source.shape, dtype=torch_dtype(source.dtype), device=self.device)
+            name = scratch_name(source.name)
+            self._computed[source.name] = self._tensors[name] = tensor
+            storage = tensor.untyped_storage().data_ptr()
+            self.specs[name] = ParamSpec(
+                name, source.shape, tuple(tensor.stride()), source.dtype, storage, 0
+            )
+
+    def _log_computed(self) -> None:
+        assert self.recording is not None
+        for one in self.recording.computed:
+            written = sum(w.dst.numel * ITEMSIZE[self.specs[w.param].dtype] for w in one.writes)
+            pulled = sum(self.specs[scratch_name(name)].nbytes for name in one.sources)
+            logger.info(
+                "%s: %s (%d bytes): computed by the engine's loader at each sync, of %s (%d bytes, "
+                "pulled into scratch memory): %s",
+                self._who,
+                ", ".join(one.params),
+                written,
+                ", ".join(one.sources),
+                pulled,
+                one.why,
+            )
+
+    def compute(self) -> None:
+        """Has the loader compute what is no copy of slices, once all of it was pulled; inside of
+        :meth:`quantising`.
+
+        Raises:
+            RecordError: see :func:`sglang_rdt.engine.replay.replay`.
+        """
+        if self.recording is not None and self.recording.computed:
+            replay(self._model, self.recording, self._computed)
 
     def unfinished(self) -> list[str]:
         """Where transfers come from that were given up, and may still write into the parameters."""
@@ -134,7 +198,9 @@ class LiveWeights:
         self._forget_sources()
         self._sums = None
         nixl.deregister(self._tensors.values())
-        unfinished.close(self._loadable.free())
+        beside = [*self._computed.values(), *self._loadable.free()]
+        unfinished.close(unfinished.Tensors(beside))
+        self._computed = {}
         self.refresh()
         unfinished.close(self.scratch)
         self.scratch = Scratch(self.device)
@@ -292,8 +358,12 @@ class LiveWeights:
     def overwrite(self) -> int:
         """Fills everything that the loader fills with a pattern; bytes."""
         count = 0
-        for want in self.recording.wants if self.recording is not None else ():
-            view = self.view(want.param, want.dst)
+        if self.recording is None:
+            return count
+        places = [(want.param, want.dst) for want in self.recording.wants]
+        places += [(w.param, w.dst) for one in self.recording.computed for w in one.writes]
+        for param, dst in places:
+            view = self.view(param, dst)
             size = view.element_size()
             view.view(_INTEGERS[size]).fill_(
                 int.from_bytes([OVERWRITTEN] * size, "big", signed=True)

@@ -182,17 +182,6 @@ def notes_of(layer: torch.nn.Module) -> Notes | None:
     return vars(layer).get(_NOTES)
 
 
-@dataclass
-class Memory:
-    """Keeps memory that a transfer may still write into."""
-
-    tensors: list[torch.Tensor]
-
-    def close(self) -> None:
-        """Frees it."""
-        self.tensors.clear()
-
-
 class Loadable:
     """The layers of ``model`` whose weights were replaced by quantised ones."""
 
@@ -212,10 +201,10 @@ class Loadable:
             notes.allocate()
         self._allocated = True
 
-    def free(self) -> Memory:
-        """Takes the memory back; closing it frees it."""
+    def free(self) -> list[torch.Tensor]:
+        """Takes the memory back; the memory itself."""
         self._allocated = False
-        return Memory([tensor for _, _, notes in self.layers for tensor in notes.free()])
+        return [tensor for _, _, notes in self.layers for tensor in notes.free()]
 
     def without_source(self) -> set[str]:
         """Parameters that no checkpoint of this kind has: scales that the quantisation makes."""

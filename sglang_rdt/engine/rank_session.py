@@ -147,7 +147,8 @@ class RankSession:
             if self._weights_are.state != "dirty":
                 raise EngineStateError(f"{self._who} is {self._weights_are.state}, not dirty")
             self._refuse_late_reads()
-            self._end_open_session()
+            if self._control.session_open or not self._control.has_session:
+                self._control.end_session()
             self._control.set_version(version)
 
         problem = self._attempt("accepting", run)
@@ -192,7 +193,7 @@ class RankSession:
     def _undo_begin(self, was_paused: bool, had_session: bool) -> None:
         problem = None
         if self._control.session_open and not had_session:
-            problem = self._attempt("undoing begin", self._control.end_session)
+            problem = self._attempt("undoing begin", self._end_unchanged)
         if not self._vote(problem is None):
             self._was_paused = was_paused
             why = problem or "on another rank"
@@ -310,13 +311,15 @@ class RankSession:
         return moved
 
     def finalise(self, sync_id: str) -> None:
-        """Constants, then SGLang's post-load processing, once; all ranks or none."""
+        """Constants and what the loader computes, then SGLang's post-load processing, once; all
+        ranks or none."""
         self.require(sync_id, writing=True)
 
         def run() -> None:
-            self.weights.apply_constants()
-            self._control.synchronize()
             with self.weights.quantising():
+                self.weights.apply_constants()
+                self.weights.compute()
+                self._control.synchronize()
                 self._control.end_session()
             self._control.synchronize()
 
@@ -353,13 +356,14 @@ class RankSession:
         if self._weights_are.torn:
             self._agree(None)
         else:
-            self._agree(self._attempt("ending the session", self._end_open_session))
+            self._agree(self._attempt("ending the session", self._end_unchanged))
         self._connection = request.connection
         self._finish("leave")
 
-    def _end_open_session(self) -> None:
-        if self._control.session_open or not self._control.has_session:
-            self._control.end_session()
+    def _end_unchanged(self) -> None:
+        """The end of a session in which nothing was written."""
+        if self._control.session_open:
+            self._control.end_session(changed=False)
 
     def _agree(self, problem: RdtError | None, broken: bool = True) -> None:
         """All ranks go on together; if one cannot, all give the sync up and raise.
@@ -383,7 +387,7 @@ class RankSession:
         clean = self._vote(not self._weights_are.torn and not broken)
         cause = "after bytes had landed" if self._bytes_landed else "after its session had ended"
         if clean:
-            problem = self._attempt("ending the session", self._end_open_session)
+            problem = self._attempt("ending the session", self._end_unchanged)
             clean = self._vote(problem is None)
             cause = f"and its session could not be ended ({problem or 'on another rank'})"
         elif not self._weights_are.torn and not broken:

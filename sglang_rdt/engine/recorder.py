@@ -1,24 +1,39 @@
 """Wants from the engine's own loader: ``load_weights`` run on meta tensors, copies recorded.
 
 The sources are meta tensors, so every ``copy_`` from a view of one says which slice of which HF
-tensor goes where; the destination is a view of a live parameter. Nothing is written: constant
-fills (padding rows) are recorded, anything else that would write a live parameter, or that makes
-a new tensor out of an HF tensor, is refused by name. No per-model code, no model replica.
+tensor goes where; the destination is a view of a live parameter. Copies that a loader makes on the
+way (``cat``, ``stack``, an index) are followed as pieces. Nothing is written: constant fills
+(padding rows) are recorded. What the loader computes (a cast, arithmetic) is no slice: then it is
+recorded which parameters it fills with it, and of which HF tensors, and a sync runs the loader on
+these alone (:mod:`sglang_rdt.engine.replay`). Anything else that would write a live parameter is
+refused by name. No per-model code, no model replica.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_rdt.dispatch import tensors_in, written_by
 from sglang_rdt.dtypes import dtype_name, torch_dtype
-from sglang_rdt.errors import RecordError, listed
-from sglang_rdt.plan.slices import Slice
-from sglang_rdt.plan.specs import Constant, ParamSpec, Recording, TensorSpec, Want
+from sglang_rdt.errors import RecordError, SlicesError, listed
+from sglang_rdt.plan.pieces import Piece, join, simplified
+from sglang_rdt.plan.slices import Slice, whole
+from sglang_rdt.plan.specs import (
+    Computed,
+    Constant,
+    ParamSpec,
+    Recording,
+    TensorSpec,
+    Want,
+    Write,
+)
+from sglang_rdt.tracing import Tracer, constant_of, filled_with, storage_key
 
 _aten = torch.ops.aten
 
@@ -48,7 +63,7 @@ def describe_tensors(model: torch.nn.Module) -> tuple[list[ParamSpec], dict[str,
     return specs, tensors
 
 
-class _Live:
+class Live:
     """Which parameter a live tensor is a view of."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -74,25 +89,53 @@ class _Live:
         return None
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self, live: _Live, sources: dict[int, tuple[TensorSpec, torch.Tensor]]) -> None:
+# In a set of leaves: what the model itself held went in, too.
+_LIVE = -1
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A copy into a parameter of something that was computed; ``leaves`` went in."""
+
+    place: Write
+    leaves: frozenset[int]
+    why: str
+
+
+class _Recorder(Tracer):
+    """Follows HF tensors (the leaves) through the loader; nothing live is written."""
+
+    leaves_stay = False
+    must_follow = False
+
+    def __init__(self, live: Live) -> None:
         super().__init__()
-        self.live, self.sources = live, sources
+        self.live = live
+        self.specs: list[TensorSpec] = []
         self.wants: list[Want] = []
         self.constants: list[Constant] = []
+        self.writes: list[_Write] = []
         self.problems: list[str] = []
-        # Meta tensors that operations other than views made: storage -> (what made it, tensor).
-        # The tensor is kept so that its storage id is not used again.
-        self.derived: dict[int, tuple[str, torch.Tensor]] = {}
+        # Parameter -> elements that are constant because the loader made them so, of an HF tensor
+        # of the right size.
+        self.emptied: Counter[str] = Counter()
+        # Storage -> the leaves that went into it, whichever way.
+        self._went_in: dict[int, frozenset[int]] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def source(self, spec: TensorSpec) -> torch.Tensor:
+        """A meta tensor that stands for an HF tensor."""
+        tensor = self.leaf(spec.shape, torch_dtype(spec.dtype))
+        self._went_in[storage_key(tensor)] = frozenset({len(self.specs)})
+        self.specs.append(spec)
+        return tensor
+
+    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A loader may allocate what it likes; and what it moves to the device stays here on meta.
+        if func is _aten._to_copy.default and args[0].device.type == "meta":
+            kwargs.pop("device", None)
+            kwargs.pop("pin_memory", None)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _aten.copy_.default and self._copy(args[0], args[1]):
             return args[0]
         written = written_by(func, args, kwargs)
@@ -101,18 +144,27 @@ class _Recorder(TorchDispatchMode):
             for dst in live:
                 self._write(func, dst, args)
             return _result_of_write(func, args, kwargs)
-        for t in written:
-            self._note_changed(func, t, args)
-        out = func(*args, **kwargs)
-        for t in tensors_in((out,)):
-            if t.device.type == "meta":
-                self._note_derived(func, t, args)
+        out = super()._run(func, args, kwargs)
+        self._note_leaves([*tensors_in((*args, *kwargs.values()))], [*tensors_in((out,)), *written])
         return out
+
+    def _note_leaves(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        keys = {storage_key(t) for t in made if t.device.type == "meta"}
+        if not keys or keys == {storage_key(t) for t in given}:
+            return
+        leaves: frozenset[int] = frozenset()
+        for tensor in given:
+            if tensor.device.type == "meta":
+                leaves |= self._went_in.get(storage_key(tensor), frozenset())
+            elif tensor in self.live:
+                leaves |= {_LIVE}
+        for key in keys:
+            self._went_in[key] = self._went_in.get(key, frozenset()) | leaves
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Handles a copy into a live parameter, or from an HF tensor; False: let it happen."""
         if dst.device.type == "meta":
-            return False  # noted as a change of dst, if that is an HF tensor
+            return False  # the tracer follows it
         if src.device.type != "meta":
             if dst not in self.live:
                 return False
@@ -126,68 +178,86 @@ class _Recorder(TorchDispatchMode):
         return True
 
     def _want(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        key = src.untyped_storage()._cdata
-        if key in self.derived:
-            self.problems.append(
-                f"{self._name(dst)}: its value comes out of {self.derived[key][0]}, not straight "
-                "from an HF tensor"
-            )
-            return
-        if key not in self.sources:
+        memory = self._memory.get(storage_key(src))
+        if memory is None:
             self.problems.append(f"{self._name(dst)}: its value comes out of an unknown operation")
             return
-        spec = self.sources[key][0]
         place = self.live.locate(dst)
         if place is None:
             self.problems.append(
-                f"{spec.name}: copied into a {dtype_name(dst.dtype)}{list(dst.shape)} tensor that "
-                "is no parameter, or a parameter seen as another dtype"
+                f"{self._sources(src)}: copied into a {dtype_name(dst.dtype)}{list(dst.shape)} "
+                "tensor that is no parameter, or a parameter seen as another dtype"
             )
-            return
-        if dtype_name(src.dtype) != spec.dtype:
-            self.problems.append(f"{place[0]}: {spec.name} is read as {dtype_name(src.dtype)}")
             return
         if src.shape != dst.shape:
             try:
                 src = src.expand(dst.shape)
             except RuntimeError:
                 self.problems.append(
-                    f"{place[0]}{list(dst.shape)}: copied from {spec.name}{list(src.shape)}"
+                    f"{place[0]}{list(dst.shape)}: copied from {self._sources(src)}{list(src.shape)}"
                 )
                 return
-        where = Slice(int(src.storage_offset()), tuple(src.shape), tuple(src.stride()))
-        self.wants.append(Want(*place, spec.name, where))
+        if memory.leaf and src.dtype == memory.tensor.dtype:
+            (leaf,) = self._went_in[storage_key(src)]
+            where = Slice(int(src.storage_offset()), tuple(src.shape), tuple(src.stride()))
+            self.wants.append(Want(*place, self.specs[leaf].name, where))
+            return
+        self._piecewise(place, src)
+
+    def _piecewise(self, place: tuple[str, Slice], src: torch.Tensor) -> None:
+        """A copy of what is no view of one HF tensor: slices, constants, or something computed."""
+        name, dst = place
+        try:
+            pieces = self._simplified(dst, src)
+        except SlicesError as error:
+            self._computed(Write(name, dst), src, str(error))
+            return
+        made = [p.origin for p in pieces if isinstance(p.origin, str)]
+        computed = [origin for origin in made if constant_of(origin) is None]
+        if not computed and sum(p.dst.numel for p in pieces) != dst.numel:
+            computed = ["elements that could not be followed"]
+        if computed:
+            self._computed(Write(name, dst), src, ", ".join(dict.fromkeys(computed)))
+            return
+        for piece in pieces:
+            if isinstance(piece.origin, int):
+                self.wants.append(Want(name, piece.dst, self.specs[piece.origin].name, piece.src))
+            else:
+                value = constant_of(piece.origin)
+                assert value is not None
+                self.constants.append(Constant(name, piece.dst, value))
+                self.emptied[name] += piece.dst.numel
+
+    def _simplified(self, dst: Slice, src: torch.Tensor) -> list[Piece]:
+        """What ``src`` consists of, as slices of the parameter that ``dst`` is a slice of."""
+        shape = tuple(src.shape)
+        where = Piece(dst, whole(shape), "")
+        pieces = simplified(tuple(self.read(src)), shape)
+        return [found for piece in pieces for found in join(where, piece)]
+
+    def _computed(self, write: Write, src: torch.Tensor, why: str) -> None:
+        leaves = self._went_in.get(storage_key(src), frozenset())
+        what = f"its value comes out of {why} of {self._sources(src)}"
+        if _LIVE in leaves:
+            self.problems.append(f"{write.param}: {what}, and of what the model held before")
+        elif not leaves:
+            self.problems.append(f"{write.param}: {what}, which is no HF tensor")
+        else:
+            self.writes.append(_Write(write, leaves, why))
 
     def _write(self, func: Any, dst: torch.Tensor, args: Sequence[Any]) -> None:
         if not dst.numel():
             return
         place = self.live.locate(dst)
-        value = _constant(func, args)
+        value = filled_with(func, args)
         if value is not None and place is not None:
             self.constants.append(Constant(*place, value))
         else:
             self.problems.append(f"{self._name(dst)}: written in place by {func}")
 
-    def _note_changed(self, func: Any, tensor: torch.Tensor, args: Sequence[Any]) -> None:
-        """An HF tensor (or one derived from it) that is changed in place is one no longer."""
-        key = tensor.untyped_storage()._cdata
-        if tensor.device.type == "meta" and key in self.sources:
-            name = self.sources[key][0].name
-            self.derived.setdefault(key, (f"{func} on {name}", tensor))
-
-    def _note_derived(self, func: Any, out: torch.Tensor, args: Sequence[Any]) -> None:
-        key = out.untyped_storage()._cdata
-        if key in self.sources or key in self.derived:
-            return
-        names = [self._source_name(a) for a in tensors_in(args)]
-        made = f"{func} of {', '.join(n for n in names if n)}" if any(names) else str(func)
-        self.derived[key] = (made, out)
-
-    def _source_name(self, tensor: torch.Tensor) -> str | None:
-        key = tensor.untyped_storage()._cdata
-        if key in self.sources:
-            return self.sources[key][0].name
-        return self.derived[key][0] if key in self.derived else None
+    def _sources(self, tensor: torch.Tensor) -> str:
+        leaves = self._went_in.get(storage_key(tensor), frozenset())
+        return ", ".join(self.specs[n].name for n in sorted(leaves - {_LIVE})) or "an HF tensor"
 
     def _name(self, dst: torch.Tensor) -> str:
         place = self.live.locate(dst)
@@ -201,40 +271,36 @@ def _result_of_write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return None if returns == 0 else written[0] if returns == 1 else tuple(written)
 
 
-def _constant(func: Any, args: Sequence[Any]) -> float | None:
-    """The value that ``func`` fills its first argument with, or None if it does something else."""
-    if func is _aten.zero_.default:
-        return 0.0
-    if func is _aten.fill_.Scalar:
-        return float(args[1])
-    # param[rows] = 0 and fill_(tensor) come with a tensor of one element.
-    if func in (_aten.fill_.Tensor, _aten.copy_.default):
-        value = args[1]
-        if value.device.type != "meta" and value.dim() == 0:
-            return float(value)
-    return None
+@contextlib.contextmanager
+def without_post_load(model: torch.nn.Module) -> Iterator[None]:
+    """Loaders that derive something of the weights at their end do not do so inside: the session
+    does it, once, when all weights have landed."""
+    mine = vars(model)
+    name = "post_load_weights"
+    if not hasattr(model, name):
+        yield
+        return
+    before = {name: mine[name]} if name in mine else {}
+    mine[name] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del mine[name]
+        mine.update(before)
 
 
-def record_load(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Recording:
-    """What ``model.load_weights`` would do with HF tensors of these names, shapes and dtypes.
-
-    The model is not changed. Must run where no other thread uses the model.
+def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> _Recorder:
+    """Runs ``load_weights`` on meta tensors; nothing is written.
 
     Raises:
-        RecordError: naming every parameter that is not filled with plain slices, or what the
-            loader itself raised.
+        RecordError: what the loader raised, or what it did that is none of a loader's business.
     """
     _, tensors = describe_tensors(model)
-    sources: dict[int, tuple[TensorSpec, torch.Tensor]] = {}
-    named = []
-    for spec in specs:
-        t = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
-        sources[t.untyped_storage()._cdata] = (spec, t)
-        named.append((spec.name, t))
-    recorder = _Recorder(_Live(tensors), sources)
-    snapshot = _Snapshot(model)
+    recorder = _Recorder(Live(tensors))
+    named = [(spec.name, recorder.source(spec)) for spec in specs]
+    snapshot = Snapshot(model)
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), without_post_load(model), recorder:
             model.load_weights(iter(named))  # type: ignore[operator]
     except RecordError:
         raise
@@ -252,12 +318,82 @@ def record_load(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Recordin
             f"{type(model).__name__}.load_weights does more than copy slices:\n"
             f"{listed(recorder.problems)}"
         )
+    return recorder
+
+
+def record_load(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Recording:
+    """What ``model.load_weights`` would do with HF tensors of these names, shapes and dtypes.
+
+    The model is not changed. Must run where no other thread uses the model.
+
+    Raises:
+        RecordError: naming every parameter that is filled neither with plain slices nor with what
+            the loader would compute again from the same HF tensors alone; or what the loader itself
+            raised.
+    """
+    recorder = _run_loader(model, specs)
+    padding = Counter(vocabulary_padding(model, describe_tensors(model)[1]))
+    padding.update(recorder.emptied)
+    computed = _groups(recorder)
+    if computed:
+        _rehearse(model, specs, recorder, computed)
     return Recording(
-        tuple(recorder.wants), tuple(recorder.constants), vocabulary_padding(model, tensors)
+        tuple(recorder.wants), tuple(recorder.constants), dict(padding), tuple(computed)
     )
 
 
-class _Snapshot:
+def _groups(recorder: _Recorder) -> list[Computed]:
+    """Computed writes that have HF tensors in common belong together."""
+    groups: list[tuple[set[int], list[_Write]]] = []
+    for write in recorder.writes:
+        leaves, writes = set(write.leaves), [write]
+        apart = []
+        for group in groups:
+            if group[0] & leaves:
+                leaves |= group[0]
+                writes = group[1] + writes
+            else:
+                apart.append(group)
+        groups = [*apart, (leaves, writes)]
+    return [
+        Computed(
+            tuple(recorder.specs[n].name for n in sorted(leaves)),
+            tuple(write.place for write in writes),
+            ", ".join(dict.fromkeys(write.why for write in writes))[:500],
+        )
+        for leaves, writes in sorted(groups, key=lambda group: min(group[0]))
+    ]
+
+
+def _rehearse(
+    model: torch.nn.Module,
+    specs: Sequence[TensorSpec],
+    first: _Recorder,
+    computed: Sequence[Computed],
+) -> None:
+    """Raises RecordError unless the loader, given the HF tensors of ``computed`` alone, does with
+    them what it did when it was given all: that is how they are loaded in a sync."""
+    names = {name for one in computed for name in one.sources}
+    some = ", ".join(sorted(names)[:4]) + (" and others" if len(names) > 4 else "")
+    what = f"{type(model).__name__}.load_weights, given {some} alone,"
+    try:
+        again = _run_loader(model, [s for s in specs if s.name in names])
+    except RecordError as error:
+        raise RecordError(f"{what} does not load them: {error}") from error
+    expected = [w.place for w in first.writes]
+    found = [w.place for w in again.writes]
+    differing = [w for w in expected if w not in found] + [w for w in found if w not in expected]
+    params = [w.param for w in differing]
+    params += [w.param for w in again.wants if w not in first.wants]
+    params += [c.param for c in again.constants if c not in first.constants]
+    if params or len(expected) != len(found):
+        raise RecordError(
+            f"{what} loads them in another way than among the others: "
+            f"{', '.join(dict.fromkeys(params)) or 'something is loaded twice'}"
+        )
+
+
+class Snapshot:
     """Parameters and buffers as they are, and the way back to them."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -186,13 +186,19 @@ class SchedulerControl:
         """Whether a weight-update session is open, by whomever."""
         return self.has_session and self.scheduler.weight_updater._session is not None
 
-    def end_session(self) -> None:
+    def end_session(self, *, changed: bool = True) -> None:
         """Derives and packs what is made of the weights, once. No barrier, see begin_session.
+
+        Args:
+            changed: whether weights were written. If not, what is derived of them is right as it
+                is; and quantised ones could not be derived of again.
 
         Raises:
             EngineStateError: no session is open.
         """
         if not self.has_session:
+            if not changed:
+                return
             from sglang.srt.model_loader import loader
 
             loader._post_load_weights(self.model)
@@ -202,7 +208,7 @@ class SchedulerControl:
             raise EngineStateError(f"{self._who}: no weight-update session is open")
         for _, runner in updater._select_runners(updater._session.selector):
             runner.weight_updater.end_weight_update(
-                run_post_load=not updater._session.loaded_weights
+                run_post_load=changed and not updater._session.loaded_weights
             )
         updater._session = None
 

@@ -6,6 +6,7 @@ them all together.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,11 +21,14 @@ from sglang_rdt.plan.slices import Box, Slice
 from sglang_rdt.plan.specs import (
     ITEMSIZE,
     LOSSLESS,
+    Computed,
     EngineRank,
     EngineRankLayout,
     ParamSpec,
+    Recording,
     TensorSpec,
     Want,
+    scratch_name,
 )
 
 # A slice that is no box of its tensor is checked element by element up to this size.
@@ -179,6 +183,12 @@ def check_rank(
             problems.append(f"{who}: the loader fills {constant.param}, which is no parameter")
             continue
         parts[region[constant.param]].append((constant.dst, f"the constant {constant.value:g}"))
+    for one in layout.recording.computed:
+        problems += _check_computed(one, params, layout.recording, who)
+        label = f"what the loader computes of {', '.join(one.sources)}"
+        for write in one.writes:
+            if write.param in region:
+                parts[region[write.param]].append((write.dst, label))
     if not allow_padding:
         problems += _check_padding(layout, who)
     seen = set()
@@ -190,6 +200,22 @@ def check_rank(
         if param.numel:
             problems += _exactly_once(param, parts.get(key, []), who)
     return problems
+
+
+def _check_computed(
+    one: Computed, params: Mapping[str, ParamSpec], recording: Recording, who: str
+) -> list[str]:
+    """Everything that goes in is pulled whole (what is pulled there is checked like all wants)."""
+    pulled = {want.param for want in recording.wants}
+    return [
+        f"{who}: {', '.join(one.params)}: {name} goes in, and is not pulled"
+        for name in one.sources
+        if scratch_name(name) not in pulled
+    ] + [
+        f"{who}: {write.param} is computed of {', '.join(one.sources)}, and is no parameter"
+        for write in one.writes
+        if write.param not in params
+    ]
 
 
 def _check_padding(layout: EngineRankLayout, who: str) -> list[str]:
@@ -245,7 +271,27 @@ def check_dtypes(
             casts.append(line)
         else:
             problems.append(f"{line}; set SGLANG_RDT_ALLOW_CAST=1 to round")
+    for one in layout.recording.computed:
+        for name, written in itertools.product(one.sources, one.params):
+            spec, param = specs.get(name), params.get(written)
+            if spec is None or param is None or not _rounds(spec.dtype, param.dtype):
+                continue
+            line = (
+                f"{layout.rank}: {name} is {spec.dtype}, {written} is {param.dtype}, and the loader "
+                "casts"
+            )
+            if allow_cast:
+                casts.append(line)
+            else:
+                problems.append(f"{line}; set SGLANG_RDT_ALLOW_CAST=1 to round")
     return problems, casts
+
+
+def _rounds(one: str, other: str) -> bool:
+    """Whether numbers of one dtype lose bits in the other one. Not where a loader quantises: that
+    is how the engine was started, not for a sync to judge."""
+    floats = {"float64", "float32", "float16", "bfloat16"}
+    return one in floats and other in floats and one != other and (one, other) not in LOSSLESS
 
 
 def replica_of(rank: EngineRank) -> int:

@@ -63,7 +63,8 @@ def distinct_layouts(
                 (order.setdefault(p.storage, len(order)), p.offset, p.buffer, *_PARAM(p))
                 for p in layout.params
             ]
-            flat = [wants, layout.recording.constants, layout.recording.padding, params]
+            one = layout.recording
+            flat = [wants, one.constants, one.padding, one.computed, params]
             bucket = seen[hash(wants)]
             number = next((n for known, n in bucket if known == flat), None)
         except (AttributeError, TypeError, ValueError):

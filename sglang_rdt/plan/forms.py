@@ -18,6 +18,7 @@ from sglang_rdt.brief import brief
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import (
     Block,
+    Computed,
     Constant,
     EngineRank,
     EngineRankLayout,
@@ -28,6 +29,7 @@ from sglang_rdt.plan.specs import (
     TensorSpec,
     TrainerRank,
     Want,
+    Write,
 )
 
 # No memory is larger, and products of two such numbers still are numbers that numpy can hold.
@@ -241,6 +243,7 @@ def check_layout(layout: EngineRankLayout) -> list[str]:
         (layout.params, ParamSpec),
         (recording.wants, Want),
         (recording.constants, Constant),
+        (recording.computed, Computed),
     ):
         why = _listed(items, kind, who)
         if why:
@@ -275,10 +278,25 @@ def check_layout(layout: EngineRankLayout) -> list[str]:
             why = f"{brief(constant.value)} is no value of a weight"
         if why:
             problems.append(f"{who}: a constant in {brief(constant.param)}: {why}")
+    for one in recording.computed:
+        why = _why_not_computed(one)
+        if why:
+            problems.append(f"{who}: a computation of {brief(one.sources)}: {why}")
     for name, count in recording.padding.items():
         if _why_no_name(name) or not _number(count, MAX_BYTES):
             problems.append(f"{who}: padding of {brief(name)}: {brief(count)} elements")
     return problems[:_ENOUGH]
+
+
+def _why_not_computed(one: Computed) -> str | None:
+    why = _listed(one.writes, Write, "its writes") or _why_no_text(one.why)
+    if why is None and (type(one.sources) is not tuple or not one.sources):
+        why = f"{brief(one.sources)} are no HF tensors"
+    if why is None:
+        why = next(filter(None, map(_why_no_name, one.sources)), None)
+    for write in one.writes if why is None else ():
+        why = why or _why_no_name(write.param) or why_no_slice(write.dst)
+    return why
 
 
 _WANT = attrgetter("param", "source", "dst", "src")

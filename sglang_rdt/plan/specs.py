@@ -113,6 +113,45 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class Write:
+    """Engine side: the loader writes slice ``dst`` of ``param`` with something that it computes."""
+
+    param: str
+    dst: Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Engine side: what the loader computes of ``sources`` (HF tensors, in its order), and writes.
+
+    These HF tensors are pulled whole, into scratch memory (:func:`scratch_name`), and the loader
+    runs on them there. ``why``: what it does that is no copy of slices.
+    """
+
+    sources: tuple[str, ...]
+    writes: tuple[Write, ...]
+    why: str
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The parameters that it writes, each once."""
+        return tuple(dict.fromkeys(write.param for write in self.writes))
+
+
+_SCRATCH = "computed:"
+
+
+def scratch_name(source: str) -> str:
+    """Under which name an engine rank describes the scratch memory for an HF tensor."""
+    return f"{_SCRATCH}{source}"
+
+
+def is_scratch(param: str) -> bool:
+    """Whether this names scratch memory, not a parameter of the model."""
+    return param.startswith(_SCRATCH)
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     """Everything that one engine rank's ``load_weights`` does with a set of HF tensors.
 
@@ -123,6 +162,7 @@ class Recording:
     wants: tuple[Want, ...]
     constants: tuple[Constant, ...] = ()
     padding: dict[str, int] = field(default_factory=dict)
+    computed: tuple[Computed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,12 @@ into, are kept until it has ended, and nothing new is written in this process be
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang_rdt.transport.transfer import Transfer
 
 
@@ -20,6 +23,17 @@ class Memory(Protocol):
 
     def close(self) -> None:
         """Frees it."""
+
+
+@dataclass
+class Tensors:
+    """Memory of PyTorch's."""
+
+    tensors: list[torch.Tensor]
+
+    def close(self) -> None:
+        """Frees it."""
+        self.tensors.clear()
 
 
 _lock = threading.Lock()

@@ -182,9 +182,10 @@ class Control:
         self._do("begin_session")
         self.session_open = True
 
-    def end_session(self) -> None:
+    def end_session(self, *, changed: bool = True) -> None:
         if not self.has_session:
-            self._do("post_load")
+            if changed:
+                self._do("post_load")
             return
         if not self.session_open:
             raise EngineStateError("no weight-update session is open")

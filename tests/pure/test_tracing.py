@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rdt import pieces, tracing
-from megatron_rdt.pieces import Piece, join, simplified, without
-from megatron_rdt.tracing import Tracer
+from sglang_rdt import tracing
 from sglang_rdt.errors import ExportError, SlicesError
+from sglang_rdt.plan import pieces
+from sglang_rdt.plan.pieces import Piece, join, simplified, without
 from sglang_rdt.plan.slices import Slice, whole
+from sglang_rdt.tracing import Tracer
 
 from .builders import elements, row_major
 
@@ -334,10 +335,10 @@ def in_place(t: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
         (lambda x: torch.nn.functional.pad(x, (0, 1)), "aten.constant_pad_nd"),
         (lambda x: torch.where(x == 0, x, x), "aten.where.self"),
         (lambda x: in_place(x.clone(), lambda t: t[:1].mul_(2)), "aten.mul_.Tensor"),
-        (lambda x: in_place(x.clone(), lambda t: t.zero_()), "aten.zero_"),
+        (lambda x: in_place(x.clone(), lambda t: t.zero_()), "the constant 0.0"),
         (lambda x: in_place(x.clone(), lambda t: t.resize_(40)), "aten.resize_"),
         (lambda x: in_place(x.new_empty(4, 3), lambda t: t[:3].copy_(x[:3])), "never written"),
-        (lambda x: in_place(x.new_zeros(4, 3), lambda t: t[:3].copy_(x[:3])), "aten.new_zeros"),
+        (lambda x: in_place(x.new_zeros(4, 3), lambda t: t[:3].copy_(x[:3])), "the constant 0.0"),
         (lambda x: torch.cat([x, torch.ones(1, 3, device=x.device)]), "aten.ones"),
         (lambda x: torch.zeros(3), "not made of the parameter"),
         (lambda x: FOREIGN, "not made of the parameter"),

@@ -1,8 +1,11 @@
-"""What a conversion does with a parameter's shards, learned by running it on meta tensors.
+"""What a conversion does with tensors, learned by running it on meta tensors.
+
+Both sides use it: what a bridge makes of a parameter's shards, and what a loader makes of HF
+tensors. Both are leaves here.
 
 torch itself follows views: they share a meta storage. Operations that copy are followed as
-pieces, "this slice of the new memory is that slice of a shard", which always lead back to the
-shards, however many copies lie between. What an operation computes is no slice of anything; what
+pieces, "this slice of the new memory is that slice of a leaf", which always lead back to the
+leaves, however many copies lie between. What an operation computes is no slice of anything; what
 made it is remembered, and a result that has such elements is refused. No data is read, and none
 is allocated but indices.
 """
@@ -19,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rdt.pieces import Piece, join, simplified, without
 from sglang_rdt.dispatch import tensors_in, written_by
 from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import ExportError, SlicesError
+from sglang_rdt.plan.pieces import Piece, join, simplified, without
 from sglang_rdt.plan.slices import Slice, contiguous_stride, whole
 
 _aten = torch.ops.aten
@@ -33,6 +36,8 @@ MAX_REAL_ELEMENTS = 1 << 22
 MAX_RUNS = 1 << 12
 
 _FOREIGN = "a tensor that is not made of the parameter"
+# The origin of elements that were filled with a number, which follows.
+_FILLED = "the constant "
 
 
 class _View(NamedTuple):
@@ -66,6 +71,13 @@ class Tracer(TorchDispatchMode):
     The conversion itself may raise what it likes (it runs on tensors without data), and
     ExportError where it would allocate or fill memory that is not meta.
     """
+
+    # Whether a leaf that is written in place is a mistake. HF tensors are the loader's own; of a
+    # parameter it would change the value.
+    leaves_stay = True
+    # Whether what cannot be followed, because it is too scattered, is an error, or only remembered
+    # as no slice of anything.
+    must_follow = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,10 +125,14 @@ class Tracer(TorchDispatchMode):
         except SlicesError as error:
             raise ExportError(f"{func} is too scattered to follow: {error}") from None
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before ``func`` runs; may change ``kwargs``."""
         if func in _ARANGES:
             kwargs["device"] = "cpu"  # an index: on meta its numbers would be lost
         _refuse_large(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._prepare(func, args, kwargs)
         if func is _aten.copy_.default and args[0].device.type == "meta":
             self._copy_into(args[0], args[1])
             return func(*args, **kwargs)
@@ -125,36 +141,57 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not any(t.device.type == "meta" for t in tensors_in((out, *args, *kwargs.values()))):
             return out  # an index
+        try:
+            pieces = self._followed(func, args, kwargs, out)
+        except (SlicesError, ExportError):
+            if self.must_follow:
+                raise
+            pieces = None
+        if pieces is None:
+            self._note(func, args, kwargs, out)
+        else:
+            self._remember(out, pieces)
+        return out
+
+    def _followed(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> list[Piece] | None:
+        """What ``func`` made ``out`` of, if it copies; None if it is not known to."""
         follow = _COPIES.get(func)
         copies = None if follow is None else follow(out, *args, **kwargs)
         if copies is None:
-            self._note(func, args, kwargs, out)
-            return out
+            return None
         pieces: list[Piece] = []
         for dst, src in copies:
             if func in _SCATTERS:
                 pieces = [left for piece in pieces for left in without(piece, dst)]
             pieces += self._moved(dst, src, out.dtype)
-        self._remember(out, pieces)
-        return out
+        return pieces
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """An operation that is not followed: a view, or one that computes or makes something."""
         for tensor in tensors_in((*args, *kwargs.values())):
-            if _key(tensor) not in self._memory:
+            if storage_key(tensor) not in self._memory:
                 self._remember(tensor, [_opaque(_everything(tensor), _FOREIGN)])
         if torch.Tag.inplace_view not in func.tags:
             for tensor in written_by(func, args, kwargs):
-                self._overwrite(tensor, [_opaque(_place(tensor), str(func))])
+                value = filled_with(func, args)
+                made = str(func) if value is None else f"{_FILLED}{value!r}"
+                self._overwrite(tensor, [_opaque(_place(tensor), made)])
         for tensor in tensors_in((out,)):
-            known = self._memory.get(_key(tensor))
+            known = self._memory.get(storage_key(tensor))
             # A storage that changed its size was resized in place.
             if known is None or known.nbytes != tensor.untyped_storage().nbytes():
                 self._remember(tensor, [_opaque(_everything(tensor), _made_by(func, args, out))])
 
     def _copy_into(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        pieces = list(self._moved(_place(dst), _view(src.expand(dst.shape)), dst.dtype))
-        if _key(dst) not in self._memory:
+        try:
+            pieces = list(self._moved(_place(dst), _view(src.expand(dst.shape)), dst.dtype))
+        except SlicesError:
+            if self.must_follow:
+                raise
+            pieces = [_opaque(_place(dst), "a copy that is too scattered to follow")]
+        if storage_key(dst) not in self._memory:
             self._remember(dst, [_opaque(_everything(dst), _FOREIGN)])
         self._overwrite(dst, pieces)
 
@@ -167,10 +204,18 @@ class Tracer(TorchDispatchMode):
         for piece in self._read(src):
             yield from join(where, piece)
 
+    def read(self, tensor: torch.Tensor) -> list[Piece]:
+        """What ``tensor`` consists of, whatever made it: as :meth:`pieces`, not yet put together.
+
+        Raises:
+            SlicesError: it is too scattered.
+        """
+        return self._read(_view(tensor))
+
     def _read(self, view: _View) -> list[Piece]:
         """What a view consists of; ``dst`` are slices of its own contiguous index space."""
         own = whole(view.place.shape)
-        memory = self._memory.get(_key(view.base))
+        memory = self._memory.get(storage_key(view.base))
         if memory is None:
             return [_opaque(own, _FOREIGN)]
         if view.base.dtype != memory.tensor.dtype:
@@ -181,23 +226,33 @@ class Tracer(TorchDispatchMode):
         return [found for piece in memory.pieces for found in join(where, piece)]
 
     def _overwrite(self, tensor: torch.Tensor, pieces: list[Piece]) -> None:
-        memory = self._memory[_key(tensor)]
-        if memory.leaf:
+        memory = self._memory[storage_key(tensor)]
+        if memory.leaf and self.leaves_stay:
             # With real tensors that would have changed the parameter.
             raise ExportError("the conversion writes into the parameter itself")
+        memory.leaf = False
         if tensor.dtype != memory.tensor.dtype:
             made = _cast(tensor.dtype, memory.tensor.dtype)
             memory.pieces = [_opaque(_everything(memory.tensor), made)]
             return
         place = _place(tensor)
-        memory.pieces = [left for old in memory.pieces for left in without(old, place)] + pieces
+        try:
+            rest = [left for old in memory.pieces for left in without(old, place)]
+        except SlicesError:
+            if self.must_follow:
+                raise
+            made = "a copy that is too scattered to follow"
+            memory.pieces = [_opaque(_everything(memory.tensor), made)]
+            return
+        memory.pieces = rest + pieces
 
     def _remember(self, tensor: torch.Tensor, pieces: list[Piece], leaf: bool = False) -> None:
         nbytes = tensor.untyped_storage().nbytes()
-        self._memory[_key(tensor)] = _Memory(tensor.detach(), nbytes, pieces, leaf)
+        self._memory[storage_key(tensor)] = _Memory(tensor.detach(), nbytes, pieces, leaf)
 
 
-def _key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tensors that share memory have in common, as long as one of them lives."""
     return tensor.untyped_storage()._cdata
 
 
@@ -221,9 +276,30 @@ def _cast(one: torch.dtype, other: torch.dtype) -> str:
     return f"a cast from {dtype_name(one)} to {dtype_name(other)}"
 
 
+def constant_of(origin: str) -> float | None:
+    """The number that elements of this origin were filled with; None: they were not."""
+    return float(origin.removeprefix(_FILLED)) if origin.startswith(_FILLED) else None
+
+
+def filled_with(func: Any, args: Sequence[Any]) -> float | None:
+    """The value that ``func`` fills its first argument with, or None if it does something else."""
+    if func is _aten.zero_.default:
+        return 0.0
+    if func is _aten.fill_.Scalar:
+        return float(args[1])
+    # param[rows] = 0 and fill_(tensor) come with a tensor of one element.
+    if func in (_aten.fill_.Tensor, _aten.copy_.default):
+        value = args[1]
+        if value.device.type != "meta" and value.dim() == 0:
+            return float(value)
+    return None
+
+
 def _made_by(func: Any, args: Sequence[Any], out: Any) -> str:
-    if func is _aten._to_copy.default:
+    if func is _aten._to_copy.default and args[0].dtype != out.dtype:
         return _cast(args[0].dtype, out.dtype)
+    if func.overloadpacket in (_aten.zeros, _aten.zeros_like, _aten.new_zeros):
+        return f"{_FILLED}0.0"
     return f"{func}, never written" if "empty" in str(func) else str(func)
 
 

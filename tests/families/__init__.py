@@ -1,0 +1,1 @@
+"""Tiny random models of every family that people train, on both sides of a sync."""
