@@ -336,6 +336,32 @@ PATCHES: tuple[Patch, ...] = (
         ),
     ),
     Patch(
+        package="sglang",
+        number=7,
+        name="quantised_weights",
+        path="sglang/srt/layers/quantization/fp8.py",
+        what="the FP8 methods note what a layer's weights looked like before they were quantised, and "
+        "quantise new ones into the served parameters.",
+        why="quantising loses the loadable parameters, and the pass that every weight-update session "
+        "ends with would quantise what is quantised.",
+        upstream="sgl-project/sglang#7421 and sgl-project/sglang#30761 (both closed); from 0.5.21 on there is "
+        "restore_weights_before_loading, not for FP8",
+        drop_when="Fp8LinearMethod and Fp8MoEMethod have restore_weights_before_loading.",
+        edits=(
+            Edit(
+                None,
+                (
+                    "",
+                    "",
+                    f"{MARKER} = True",
+                    "from sglang_rdt.engine.quantised import instrument as _rdt_quantised  # noqa: E402",
+                    "",
+                    "_rdt_quantised(globals())",
+                ),
+            ),
+        ),
+    ),
+    Patch(
         package="megatron-core",
         number=1,
         name="optimizer_step",

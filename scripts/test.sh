@@ -27,4 +27,4 @@ python -m pytest -m 'not long' -n auto --dist loadfile tests/pure tests/cpu test
 # What starts engines has the machine to itself.
 python -m pytest -m 'not faults and not long' tests/cluster tests/e2e tests/gpu
 # Tests that kill processes have a cluster of their own.
-exec python -m pytest -m faults
+exec python -m pytest -m 'faults and not long'

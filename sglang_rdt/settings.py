@@ -147,6 +147,13 @@ class Settings:
         "Patch `placement`: engines reuse reserved bundles, other nodes start nothing, "
         "engine info, and a shutdown that ends only what the engine started.",
     )
+    patch_quantised_weights: bool = _setting(
+        "SGLANG_RDT_PATCH_QUANTISED_WEIGHTS",
+        True,
+        parse_bool,
+        'Patch `quantised_weights`: weights that SGLang quantises after loading (`quantization="fp8"`) '
+        "can be synced.",
+    )
     patch_optimizer_step: bool = _setting(
         "MEGATRON_RDT_PATCH_OPTIMIZER_STEP",
         True,

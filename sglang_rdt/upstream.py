@@ -183,6 +183,12 @@ def _apply_weight_version(module: ModuleType) -> None:
     wrapt.wrap_function_wrapper(module, "TokenizerManager.init_request_dispatcher", init_dispatcher)
 
 
+def _apply_quantised_weights(module: ModuleType) -> None:
+    from sglang_rdt.engine.quantised import instrument
+
+    instrument(vars(module))
+
+
 def _apply_optimizer_step(module: ModuleType) -> None:
     from megatron_rdt.hooks import instrument_optimizers
 
@@ -320,6 +326,33 @@ PATCHES: tuple[Patch, ...] = (
         ),
         toggle="patch_weight_version",
         apply=_apply_weight_version,
+        on_refusal="log",
+    ),
+    Patch(
+        name="quantised_weights",
+        package="sglang",
+        module="sglang.srt.layers.quantization.fp8",
+        what="The FP8 methods note what a layer's weights looked like before they were quantised, and "
+        "quantise new ones into the served parameters.",
+        why="Quantising puts a parameter without a loader in the place of the loadable one, and the pass "
+        "that every weight-update session ends with would quantise what is quantised.",
+        upstream="sgl-project/sglang#7421 and sgl-project/sglang#30761 (both closed); 0.5.21 to 0.5.23 bring "
+        "back only what has restore_weights_before_loading, load_format=flash_rl knows Qwen2 and Qwen3",
+        drop_when="Fp8LinearMethod and Fp8MoEMethod have restore_weights_before_loading",
+        expects=(
+            Expectation(
+                "Fp8LinearMethod.process_weights_after_loading",
+                params=("self", "layer"),
+                mentions=("is_checkpoint_fp8_serialized", "weight", "weight_scale"),
+            ),
+            Expectation(
+                "Fp8MoEMethod.process_weights_after_loading",
+                params=("self", "layer"),
+                mentions=("is_checkpoint_fp8_serialized", "w13_weight", "w2_weight"),
+            ),
+        ),
+        toggle="patch_quantised_weights",
+        apply=_apply_quantised_weights,
         on_refusal="log",
     ),
     Patch(

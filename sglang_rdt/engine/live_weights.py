@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from sglang_rdt.dtypes import torch_dtype
 from sglang_rdt.engine.direct_reader import DirectReader
+from sglang_rdt.engine.quantised import Loadable
 from sglang_rdt.engine.recorder import describe_tensors, record_load
 from sglang_rdt.engine.replay import replay, sources_in_order
 from sglang_rdt.errors import EngineStateError, ReconnectError, SlicesError, TransportError
@@ -63,6 +65,7 @@ class LiveWeights:
         self._connection = ""
         # One for each stage of the direct reads, or for all that the loader fills.
         self._sums: list[Sums[str]] | None = None
+        self._loadable = Loadable(model)
         self.refresh()
         device = next((t.device for t in self._tensors.values()), torch.device("cpu"))
         self.scratch = Scratch(device)
@@ -70,16 +73,30 @@ class LiveWeights:
     def refresh(self) -> None:
         """Describes the parameters anew; registrations of memory that they left are given up."""
         old, self._sums = self._tensors, None
-        specs, self._tensors = describe_tensors(self._model)
-        self.specs = {s.name: s for s in specs}
+        self.specs, self._tensors = self._describe()
         self._places = places(self._model)
         here = {t.untyped_storage().data_ptr() for t in self._tensors.values()}
         nixl.deregister(t for t in old.values() if t.untyped_storage().data_ptr() not in here)
 
     def describe(self) -> list[ParamSpec]:
-        """Every parameter and buffer, and the scratch memory of what the loader computes."""
+        """What the loader fills, and the scratch memory of what it computes."""
         scratch = [spec for name, spec in self.specs.items() if is_scratch(name)]
-        return [*describe_tensors(self._model)[0], *scratch]
+        return [*self._describe()[0].values(), *scratch]
+
+    def _describe(self) -> tuple[dict[str, ParamSpec], dict[str, torch.Tensor]]:
+        """What the loader fills; quantised weights in their loadable form, once it has memory."""
+        with self._loadable.loadable():
+            specs, tensors = describe_tensors(self._model)
+        scales = self._loadable.without_source() | kv_cache_scales(self._model)
+        # Like a buffer's, their values are not the loader's business unless it writes them.
+        return {s.name: replace(s, buffer=True) if s.name in scales else s for s in specs}, tensors
+
+    @contextlib.contextmanager
+    def quantising(self) -> Iterator[None]:
+        """Around the end of a session: what landed is quantised into the served weights."""
+        with self._loadable.loadable():
+            yield
+            self._loadable.quantise()
 
     def check_addresses(self) -> None:
         """Raises ReconnectError if a tensor that the loader fills moved since it was described.
@@ -89,16 +106,15 @@ class LiveWeights:
         """
         if self._places == places(self._model):
             return
-        specs, _ = describe_tensors(self._model)
+        now, _ = self._describe()
         filled = {w.param for w in self.recording.wants} if self.recording else set()
-        now = {s.name: s for s in specs}
         moved = [
             name
             for name, spec in self.specs.items()
             if (not spec.buffer or name in filled) and not is_scratch(name)
             if now.get(name) != spec
         ]
-        moved += [s.name for s in specs if not s.buffer and s.name not in self.specs]
+        moved += [s.name for s in now.values() if not s.buffer and s.name not in self.specs]
         if moved:
             raise ReconnectError(
                 f"{self._who}: {len(moved)} parameters moved since the trainer connected "
@@ -112,8 +128,18 @@ class LiveWeights:
         """
         self._forget_sources()
         self._computed = {}
+        if self._loadable.layers:
+            self._loadable.allocate()
+            logger.info(
+                "%s: %d layers are quantised by SGLang after each sync; what they are loaded into "
+                "takes another %.3f GB",
+                self._who,
+                len(self._loadable.layers),
+                self._loadable.nbytes / 1e9,
+            )
         self.refresh()
-        recording = record_load(self._model, specs)
+        with self._loadable.loadable():
+            recording = record_load(self._model, specs)
         by_name = {s.name: s for s in specs}
         self._allocate([by_name[n] for n in sources_in_order(recording, list(by_name))])
         wants = [
@@ -160,7 +186,8 @@ class LiveWeights:
             RecordError: see :func:`sglang_rdt.engine.replay.replay`.
         """
         if self.recording is not None and self.recording.computed:
-            replay(self._model, self.recording, self._computed)
+            with self._loadable.loadable():
+                replay(self._model, self.recording, self._computed)
 
     def unfinished(self) -> list[str]:
         """Where transfers come from that were given up, and may still write into the parameters."""
@@ -171,6 +198,8 @@ class LiveWeights:
         self._forget_sources()
         self._sums = None
         nixl.deregister(self._tensors.values())
+        unfinished.close(self._loadable.free())
+        self.refresh()
         unfinished.close(self.scratch)
         self.scratch = Scratch(self.device)
 
@@ -329,9 +358,10 @@ class LiveWeights:
         count = 0
         if self.recording is None:
             return count
-        computed = [write for one in self.recording.computed for write in one.writes]
-        for place in (*self.recording.wants, *computed):
-            view = self.view(place.param, place.dst)
+        places = [(want.param, want.dst) for want in self.recording.wants]
+        places += [(w.param, w.dst) for one in self.recording.computed for w in one.writes]
+        for param, dst in places:
+            view = self.view(param, dst)
             size = view.element_size()
             view.view(_INTEGERS[size]).fill_(
                 int.from_bytes([OVERWRITTEN] * size, "big", signed=True)
@@ -376,6 +406,19 @@ class LiveWeights:
             for view in [self.view(want.param, want.dst)]
         ]
         return [Sums([(k, p) for k, p in parts if g is None or k in g]) for g in groups]
+
+
+def kv_cache_scales(model: torch.nn.Module) -> set[str]:
+    """Scales that only checkpoints with a quantised KV cache have (SGLang sets others to 1).
+
+    Source: sglang/srt/layers/quantization/kv_cache.py, BaseKVCacheMethod.create_weights.
+    """
+    return {
+        f"{name}.{scale}"
+        for name, module in model.named_modules()
+        if type(getattr(module, "quant_method", None)).__name__.endswith("KVCacheMethod")
+        for scale in ("k_scale", "v_scale")
+    }
 
 
 def places(model: torch.nn.Module) -> list[tuple[int, int]]:

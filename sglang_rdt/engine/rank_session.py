@@ -203,7 +203,8 @@ class RankSession:
 
     def refuse(self, request: SyncRequest) -> None:
         """Raises EngineStateError if ``request`` cannot begin now."""
-        self._control.refuse_unsupported_model()
+        if request.purpose == "connect":  # what a model is made of does not change later
+            self._control.refuse_unsupported_model()
         if self._request is not None:
             raise EngineStateError(
                 f"{self._who} is in sync {self._request.sync_id} of {self._request.owner}"
@@ -317,7 +318,8 @@ class RankSession:
             self.weights.apply_constants()
             self.weights.compute()
             self._control.synchronize()
-            self._control.end_session()
+            with self.weights.quantising():
+                self._control.end_session()
             self._control.synchronize()
 
         problem = self._attempt("finalise", run)

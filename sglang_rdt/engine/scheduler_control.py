@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_rdt.engine import pipeline
+from sglang_rdt.engine import pipeline, quantised
 from sglang_rdt.errors import EngineBusyError, EngineStateError
 
 # On a batch in SGLang's queue whose result was taken out of turn.
@@ -150,21 +150,19 @@ class SchedulerControl:
             self.scheduler.waiting_queue = waiting
 
     def refuse_unsupported_model(self) -> None:
-        """Raises EngineStateError for weights that only a session could make loadable again."""
-        if self.has_session:
-            return
-        quantised = sorted(
-            {
-                type(m.quant_method).__name__
-                for m in self.model.modules()
-                if getattr(m, "quant_method", None) is not None
-                and not type(m.quant_method).__name__.startswith("Unquantized")
-            }
-        )
-        if quantised:
+        """Raises EngineStateError for weights that cannot be loaded again, naming them all."""
+        problems = quantised.problems(self.model)
+        if hasattr(self.model, "original_weights_rebuild_keys"):
+            problems.append("load_format=flash_rl quantises in its own loader; start without it")
+        with contextlib.suppress(ImportError):  # since 0.5.17
+            from sglang.srt.model_executor.model_runner_components.weight_updater import (
+                _unsupported_derived_weight_cache_error as derived_weight_error,
+            )
+
+            problems += [why for why in [derived_weight_error(self.model)] if why]
+        if problems:
             raise EngineStateError(
-                f"{self._who}: weights were repacked after loading ({', '.join(quantised)}); syncing "
-                "them needs SGLang 0.5.21 or newer"
+                f"{self._who}: its weights cannot be loaded again: {'; '.join(problems)}"
             )
 
     def begin_session(self, selector: str = "all") -> None:

@@ -2,24 +2,30 @@
 
 A one-sided read cannot be called back: whoever was stopped while it was under way may still deliver
 it minutes later, into weights that have been synced since. And NIXL (1.5) dies of the answer if the
-transfer's handle has been released by then. So its handle, and the scratch memory that it may write
+transfer's handle has been released by then. So its handle, and the memory beside the weights that it may write
 into, are kept until it has ended, and nothing new is written in this process before that.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from sglang_rdt.transport.scratch import Scratch
     from sglang_rdt.transport.transfer import Transfer
+
+
+class Memory(Protocol):
+    """What transfers write into."""
+
+    def close(self) -> None:
+        """Frees it."""
+
 
 _lock = threading.Lock()
 
-
 _transfers: list[tuple[str, Transfer]] = []
-_memory: list[Scratch] = []
+_memory: list[Memory] = []
 
 
 def release(who: str, transfer: Transfer) -> None:
@@ -31,14 +37,14 @@ def release(who: str, transfer: Transfer) -> None:
         _transfers.append((who, transfer))
 
 
-def close(scratch: Scratch) -> None:
-    """Gives scratch memory back: at once, or once no transfer can write into it any more."""
+def close(memory: Memory) -> None:
+    """Gives memory back: at once, or once no transfer can write into it any more."""
     late = unfinished()
     with _lock:
         if late:
-            _memory.append(scratch)
+            _memory.append(memory)
             return
-    scratch.close()
+    memory.close()
 
 
 def unfinished() -> list[str]:
@@ -53,8 +59,8 @@ def unfinished() -> list[str]:
         _transfers[:] = left
         closing = [] if left else _memory[:]
         del _memory[: len(closing)]
-    for scratch in closing:
-        scratch.close()
+    for memory in closing:
+        memory.close()
     return [who for who, _ in left]
 
 

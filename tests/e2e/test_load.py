@@ -91,9 +91,17 @@ def load(judge: Judge) -> list[list[tuple[tuple[int, ...], int]]]:
     return [[(p, n) for p in judge.prompts(4) for n in (1, 8, 1)] for _ in range(CLIENTS)]
 
 
-@pytest.mark.parametrize("mode", ["direct", "bucketed"])
-def test_five_hundred_syncs_under_load(
+@pytest.mark.parametrize(
+    ("mode", "count"),
+    [
+        ("direct", 150),
+        pytest.param("direct", 500, marks=pytest.mark.long),
+        pytest.param("bucketed", 500, marks=pytest.mark.long),
+    ],
+)
+def test_syncs_under_load(
     mode: Any,
+    count: int,
     engines: EnginePool,
     trainers: TrainerPool,
     record_property: Callable[[str, object], None],
@@ -106,7 +114,7 @@ def test_five_hundred_syncs_under_load(
     syncs = group.on_all(traffic.sync_numbers, 1, 51)[0]  # warm-up
     watch = Watch(served, group)
     watch.look()
-    for first in range(51, 501, 50):
+    for first in range(51, count + 1, 50):
         syncs += group.on_all(traffic.sync_numbers, first, first + 50)[0]
         watch.look()
     assert_right(judge, served, syncs)
@@ -114,8 +122,8 @@ def test_five_hundred_syncs_under_load(
     # What benchmarks/sync_growth.py compares.
     record_property("early_s", [s.seconds for s in syncs[50:150]])
     record_property("late_s", [s.seconds for s in syncs[-100:]])
-    assert {(s.state, s.version) for s in served.engine.status()} == {("current", "v500")}
-    assert_engine_holds(KEY.model, states[500 % SETS], served)
+    assert {(s.state, s.version) for s in served.engine.status()} == {("current", f"v{count}")}
+    assert_engine_holds(KEY.model, states[count % SETS], served)
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -197,8 +205,9 @@ def fail_once(kind: int, number: int, served: ServedEngine, group: Trainers) -> 
     assert {s.version for s in served.engine.status()} == before
 
 
-def test_two_hundred_syncs_of_which_every_tenth_fails(
-    engines: EnginePool, trainers: TrainerPool
+@pytest.mark.parametrize("tenths", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_syncs_of_which_every_tenth_fails(
+    tenths: int, engines: EnginePool, trainers: TrainerPool
 ) -> None:
     served, group = traffic.attached(engines, trainers, DIRECT)
     states = traffic.states_of(group)
@@ -207,15 +216,16 @@ def test_two_hundred_syncs_of_which_every_tenth_fails(
     on_host(served, traffic.start_traffic, load(judge), True)
     watch = Watch(served, group)
     syncs: list[traffic.Synced] = []
-    for tenth in range(20):
+    for tenth in range(tenths):
         first = 10 * tenth + 1
         syncs += group.on_all(traffic.sync_numbers, first, first + 9)[0]
         fail_once(tenth % 4, first + 9, served, group)
         if tenth % 4 == 3:  # every kind has been
             syncs += group.on_all(traffic.sync_numbers, first + 9, first + 10)[0]
             watch.look()
-    syncs += group.on_all(traffic.sync_number, 201)
+    last = 10 * tenths + 1
+    syncs += group.on_all(traffic.sync_number, last)
     assert_right(judge, served, syncs)
     watch.assert_nothing_piled_up()
-    assert {(s.state, s.version) for s in served.engine.status()} == {("current", "v201")}
-    assert_engine_holds(KEY.model, states[201 % SETS], served)
+    assert {(s.state, s.version) for s in served.engine.status()} == {("current", f"v{last}")}
+    assert_engine_holds(KEY.model, states[last % SETS], served)

@@ -155,6 +155,7 @@ def _mark_stale(rank: Any, address: str) -> None:
         assert not rank.sync.is_fresh()
 
 
+@pytest.mark.long
 def test_a_stopped_engine_holds_up_one_sync_and_no_more(
     engines: EnginePool, trainers: TrainerPool, second: Second, tmp_path: Path
 ) -> None:

@@ -243,9 +243,7 @@ class Engine:
         self.control.end_session()
         return EngineRankLayout(self.rank, params, recording)
 
-    def sync(
-        self, move: Callable[[LiveWeights], None], before: Callable[[], None] = lambda: None
-    ) -> None:
+    def sync(self, move: Callable[[LiveWeights], None]) -> None:
         """One sync: what the rank session does between begin and commit."""
         self.control.begin_session()
         self.weights.check_addresses()
@@ -253,8 +251,8 @@ class Engine:
         move(self.weights)
         self.weights.apply_constants()
         self.weights.compute()
-        before()
-        self.control.end_session()
+        with self.weights.quantising():
+            self.control.end_session()
 
 
 def bucketed(plan: Plan, state: Mapping[str, torch.Tensor]) -> Callable[[LiveWeights], None]:
@@ -352,7 +350,9 @@ def run(world: World, case: Case, breakage: str = "") -> dict[str, Any]:
     assert not changed, f"connecting changed {changed}"
     layouts = world.gather(layout)
     pair = case.trainer_dtype, case.engine_dtype
-    allow = {"allow_cast": pair[0] != pair[1] and pair not in LOSSLESS}
+    lossy = pair[0] != pair[1] and pair not in LOSSLESS
+    # Its checkpoints keep the gated norm in float32, and SGLang does not.
+    allow = {"allow_cast": lossy or case.family == "qwen3_5_moe"}
     exports = TrainerRank(0, "here", tuple(specs))
     plan = make_plan([exports], layouts, 1 << 16, **allow)
     routes = tuple(r for r in plan.routes if r.target == engine.rank)

@@ -36,6 +36,7 @@ HOOK_NAMES = {
     "scheduler_actor": "_rdt_scheduler_actor_class",
     "event_loop": "_rdt_add_loop_calls",
     "weight_version": "_rdt_follow_weight_version",
+    "quantised_weights": "_rdt_quantised",
     "dp_controller": "_rdt_dp_server_args",
     "placement": "_rdt_placement",
     "optimizer_step": "_rdt_instrument_optimizers",
@@ -124,6 +125,11 @@ class TokenizerManager:
         self.signal_handler_class = SignalHandler
 
     async def generate_request(self, obj):
+        pass
+""",
+    "sglang/srt/layers/quantization/fp8.py": """\
+class Fp8LinearMethod:
+    def process_weights_after_loading(self, layer):
         pass
 """,
     "megatron/core/optimizer/optimizer.py": """\
@@ -384,7 +390,8 @@ def test_patch_file_has_its_header_and_only_adds_a_few_lines(path: Path) -> None
     assert list(fields) == ["What", "Why", "Upstream", "Versions", "Drop when"]
     assert fields["Versions"].endswith(f"this file: {path.parts[-2]}")
     pull = "radixark/miles#1313" if "megatron" in str(path) else "sgl-project/sglang#27723"
-    assert ("no issue found" if "dp-controller" in path.name else pull) in fields["Upstream"]
+    others = {"0004": "no issue found", "0007": "sgl-project/sglang#7421"}
+    assert others.get(path.name[:4], pull) in fields["Upstream"]
     body = diff.split("\n")[2:]
     assert not [line for line in body if line.startswith("-")]
     added = [line[1:] for line in body if line.startswith("+")]

@@ -93,6 +93,19 @@ class UpdateWeightVersionReqInput:
     def __init__(self, new_version):
         self.new_version = new_version
 """
+QUANTISATION = """
+class Fp8LinearMethod:
+    is_checkpoint_fp8_serialized = False
+
+    def process_weights_after_loading(self, layer):
+        if not self.is_checkpoint_fp8_serialized:
+            layer.weight, layer.weight_scale = layer.weight, 1.0
+
+class Fp8MoEMethod(Fp8LinearMethod):
+    def process_weights_after_loading(self, layer):
+        if not self.is_checkpoint_fp8_serialized:
+            layer.w13_weight, layer.w2_weight = layer.w13_weight, layer.w2_weight
+"""
 OPTIMIZER = """
 class Base:
     def step(self):
@@ -120,11 +133,13 @@ MODULES = {
     "sglang.srt.managers.tokenizer_manager": MANAGER,
     "sglang.srt.managers.io_struct": IO_STRUCT,
     "sglang.utils": UTILS,
+    "sglang.srt.layers.quantization.fp8": QUANTISATION,
     "megatron.core.optimizer.optimizer": OPTIMIZER,
 }
 RAY_ENGINE = "sglang.srt.ray.engine"
 EVENT_LOOP = "sglang.srt.managers.scheduler_components.request_receiver"
 TOKENIZER = "sglang.srt.managers.tokenizer_manager"
+FP8 = "sglang.srt.layers.quantization.fp8"
 MEGATRON = "megatron.core.optimizer.optimizer"
 PATCHED = {
     "scheduler_actor": RAY_ENGINE,
@@ -132,6 +147,7 @@ PATCHED = {
     "placement": RAY_ENGINE,
     "event_loop": EVENT_LOOP,
     "weight_version": TOKENIZER,
+    "quantised_weights": FP8,
     "optimizer_step": MEGATRON,
 }
 IMPORT_ALL = "".join(f"import {module}\n" for module in PATCHED.values())
@@ -280,6 +296,7 @@ def test_one_switch_for_everything(good_site: Site) -> None:
         ("dp_controller", "SGLANG_RDT_PATCH_DP_CONTROLLER"),
         ("event_loop", "SGLANG_RDT_PATCH_EVENT_LOOP"),
         ("weight_version", "SGLANG_RDT_PATCH_WEIGHT_VERSION"),
+        ("quantised_weights", "SGLANG_RDT_PATCH_QUANTISED_WEIGHTS"),
         ("placement", "SGLANG_RDT_PATCH_PLACEMENT"),
         ("optimizer_step", "MEGATRON_RDT_PATCH_OPTIMIZER_STEP"),
     ],

@@ -17,6 +17,7 @@ from sglang_rdt.engine import live_weights
 from sglang_rdt.errors import RdtError, TransportError
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.specs import TensorSpec
+from tests.faults.cells import CORE, PHASES, SUITE, VICTIMS, all_cells, impossible
 
 from .builders import rect
 from .ranks import Engine
@@ -179,3 +180,18 @@ def test_a_call_that_reaches_one_rank_only(engine: Engine, step: str, victim: in
         )
     check(engine, clean=False)
     check_repair(engine)
+
+
+def test_the_suite_has_every_phase_and_every_victim_of_the_matrix() -> None:
+    cells = all_cells()
+    assert set(SUITE) <= set(cells)
+    assert len(SUITE) >= len(cells) / 3
+    assert {cell.phase for cell in CORE} == set(PHASES)
+    assert {cell.victim for cell in CORE} == set(VICTIMS)
+
+
+def test_every_phase_and_victim_is_a_cell_or_has_a_reason() -> None:
+    cells = {(cell.phase, cell.victim) for cell in all_cells()}
+    for phase in PHASES:
+        for victim in VICTIMS:
+            assert ((phase, victim) in cells) == (impossible(phase, victim) is None)

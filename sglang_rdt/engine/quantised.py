@@ -1,0 +1,293 @@
+"""Weights that SGLang quantises after loading (``quantization="fp8"`` on a 16-bit model).
+
+Processing puts a quantised parameter, without a loader, in the place of the one that the checkpoint
+was loaded into, and a second pass over it would quantise what is quantised. So the first pass notes
+what each layer looked like before (its Parameters are kept, their memory is not). For a sync those
+come back, in memory of their own, and are filled; SGLang's own pass makes the new values of them,
+which are copied to where the served ones lie: captured CUDA graphs know those addresses.
+
+Source: sglang/srt/layers/quantization/fp8.py, ``process_weights_after_loading`` of
+``Fp8LinearMethod`` and ``Fp8MoEMethod``, 0.5.16 to 0.5.23.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang_rdt import settings as settings_module
+from sglang_rdt.errors import EngineStateError
+
+METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
+_NOTES = "_sglang_rdt_notes"
+_INSTRUMENTED = "_sglang_rdt_instrumented"
+
+
+@dataclass(frozen=True)
+class _Form:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass
+class Notes:
+    """What processing did to the parameters of one layer.
+
+    Args:
+        before: all entries of the layer's parameter table before it.
+        after: the same afterwards; those are served.
+        forms: of the entries of ``before`` that were replaced. Empty: nothing was.
+        problem: why the layer cannot be loaded again, or None.
+    """
+
+    before: dict[str, torch.nn.Parameter | None]
+    after: dict[str, torch.nn.Parameter | None]
+    forms: dict[str, _Form]
+    problem: str | None
+    # Between open and land the layer has the parameters of `before`.
+    is_open: bool = field(default=False, init=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the replaced parameters take while they are there."""
+        return sum(_numel(f.shape) * f.dtype.itemsize for f in self.forms.values())
+
+    def allocate(self) -> None:
+        """Gives the replaced parameters memory, with undefined values."""
+        for name, form in self.forms.items():
+            parameter = self.before[name]
+            assert parameter is not None
+            if not parameter.data.numel():
+                parameter.data = torch.empty_strided(
+                    form.shape, form.stride, dtype=form.dtype, device=form.device
+                )
+
+    def free(self) -> list[torch.Tensor]:
+        """Takes it back; the memory itself."""
+        memory = []
+        for name in self.forms:
+            parameter = self.before[name]
+            assert parameter is not None
+            memory.append(parameter.data)
+            parameter.data = parameter.data.new_empty(0)
+        return memory
+
+    def open(self, layer: torch.nn.Module) -> None:
+        """Puts the replaced parameters in their old places."""
+        _set(layer, self.before)
+        self.is_open = True
+
+    def close(self, layer: torch.nn.Module) -> None:
+        """Puts the served parameters back, whatever they hold."""
+        _set(layer, self.after)
+        self.is_open = False
+
+    def land(self, layer: torch.nn.Module) -> None:
+        """After a pass over the open layer: its results go into the served parameters.
+
+        Raises:
+            EngineStateError: they are not of the served ones' shapes and dtypes.
+        """
+        made = dict(layer._parameters)
+        self.close(layer)
+        for name, served in self.after.items():
+            new = made.get(name)
+            if served is None or new is None:
+                if served is not new:
+                    raise EngineStateError(f"{name} was there after only one of two passes")
+                continue
+            if new is served:
+                continue
+            if _Form.of(new.data) != _Form.of(served.data):
+                raise EngineStateError(
+                    f"{name} was quantised to {_Form.of(new.data)} and is served as "
+                    f"{_Form.of(served.data)}"
+                )
+            served.data.copy_(new.data)
+
+
+def instrument(module: dict[str, Any]) -> None:
+    """Wraps the passes of ``module``, the namespace of sglang.srt.layers.quantization.fp8."""
+    import wrapt
+
+    settings = settings_module.load()
+    if not settings.enabled or not settings.patch_quantised_weights:
+        return
+    for name in METHODS:
+        method = module[name]
+        if vars(method).get(_INSTRUMENTED):
+            continue
+        method.process_weights_after_loading = wrapt.FunctionWrapper(
+            method.process_weights_after_loading, _process
+        )
+        setattr(method, _INSTRUMENTED, True)
+
+
+def _process(wrapped: Callable[..., Any], _method: Any, args: Any, kwargs: Any) -> Any:
+    layer = args[0] if args else kwargs["layer"]
+    notes = notes_of(layer)
+    if notes is None:
+        before = dict(layer._parameters)
+        states = {n: (p.data, p._version) for n, p in before.items() if p is not None}
+        result = wrapped(*args, **kwargs)
+        vars(layer)[_NOTES] = _noted(before, states, dict(layer._parameters))
+        return result
+    if not notes.forms:
+        return wrapped(*args, **kwargs)
+    if not notes.is_open:
+        return None  # nothing was loaded, and what is there is quantised already
+    result = wrapped(*args, **kwargs)
+    notes.land(layer)
+    return result
+
+
+def _noted(
+    before: dict[str, torch.nn.Parameter | None],
+    states: dict[str, tuple[torch.Tensor, int]],
+    after: dict[str, torch.nn.Parameter | None],
+) -> Notes:
+    forms, repacked = {}, []
+    for name, (data, version) in states.items():
+        parameter = before[name]
+        assert parameter is not None
+        if after.get(name) is not parameter:
+            forms[name] = _Form.of(data)
+            parameter.data = data.new_empty(0)
+        elif hasattr(parameter, "weight_loader") and (
+            parameter._version != version
+            or _Form.of(parameter.data) != _Form.of(data)
+            or parameter.data.data_ptr() != data.data_ptr()
+        ):
+            # Its loadable form is lost, and a second pass would work on the first one's result.
+            repacked.append(name)
+    problem = f"repacks {', '.join(repacked)} in place" if repacked else None
+    return Notes(before, after, forms, problem)
+
+
+def notes_of(layer: torch.nn.Module) -> Notes | None:
+    """What was noted of ``layer``; None: no pass was seen."""
+    return vars(layer).get(_NOTES)
+
+
+@dataclass
+class Memory:
+    """Keeps memory that a transfer may still write into."""
+
+    tensors: list[torch.Tensor]
+
+    def close(self) -> None:
+        """Frees it."""
+        self.tensors.clear()
+
+
+class Loadable:
+    """The layers of ``model`` whose weights were replaced by quantised ones."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        noted = [(name, layer, notes_of(layer)) for name, layer in model.named_modules()]
+        self.layers = [(name, layer, n) for name, layer, n in noted if n is not None and n.forms]
+        self._allocated = False
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the weights take in the form in which they are loaded."""
+        return sum(notes.nbytes for _, _, notes in self.layers)
+
+    def allocate(self) -> None:
+        """Memory for the loadable form, with undefined values; kept until :meth:`free`."""
+        for _, _, notes in self.layers:
+            notes.allocate()
+        self._allocated = True
+
+    def free(self) -> Memory:
+        """Takes the memory back; closing it frees it."""
+        self._allocated = False
+        return Memory([tensor for _, _, notes in self.layers for tensor in notes.free()])
+
+    def without_source(self) -> set[str]:
+        """Parameters that no checkpoint of this kind has: scales that the quantisation makes."""
+        return {
+            f"{name}.{parameter}" if name else parameter
+            for name, _, notes in self.layers
+            for parameter, tensor in notes.before.items()
+            if tensor is not None and not hasattr(tensor, "weight_loader")
+        }
+
+    @contextlib.contextmanager
+    def loadable(self) -> Iterator[None]:
+        """Inside, the model has its loadable parameters; nothing if they have no memory."""
+        if not self._allocated:
+            yield
+            return
+        try:
+            for _, layer, notes in self.layers:
+                notes.open(layer)
+            yield
+        finally:
+            for _, layer, notes in self.layers:
+                if notes.is_open:
+                    notes.close(layer)
+
+    def quantise(self) -> None:
+        """Inside of :meth:`loadable`: what SGLang's session has not quantised yet.
+
+        Up to 0.5.20 there is no session that would.
+        """
+        for _, layer, notes in self.layers:
+            if notes.is_open:
+                layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
+
+
+def problems(model: torch.nn.Module) -> list[str]:
+    """Why the weights of ``model`` cannot be loaded again, one line per kind of layer."""
+    found: dict[str, str] = {}
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        why = None if method is None else _problem(layer, method)
+        if why is not None:
+            found.setdefault(f"{type(method).__name__} {why}", name)
+    return [f"{name}: {why}" for why, name in found.items()]
+
+
+def _problem(layer: torch.nn.Module, method: Any) -> str | None:
+    kind = type(method)
+    # What SGLang packs of unquantised weights, its sessions bring back. The scales of a KV cache
+    # are made again of themselves.
+    if kind.__name__.startswith("Unquantized") or kind.__name__.endswith("KVCacheMethod"):
+        return None
+    notes = notes_of(layer)
+    if notes is not None:
+        return notes.problem
+    if kind.__name__ in METHODS:
+        return "was loaded without the patch quantised_weights"
+    from sglang.srt.layers.quantization.base_config import QuantizeMethodBase as Base
+
+    same = (
+        getattr(kind, "process_weights_after_loading", None) is Base.process_weights_after_loading
+    )
+    return None if same else "changes weights after loading, in a way that cannot be repeated"
+
+
+def _set(layer: torch.nn.Module, table: dict[str, torch.nn.Parameter | None]) -> None:
+    layer._parameters.clear()
+    layer._parameters.update(table)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
