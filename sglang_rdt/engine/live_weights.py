@@ -78,6 +78,11 @@ class LiveWeights:
         here = {t.untyped_storage().data_ptr() for t in self._tensors.values()}
         nixl.deregister(t for t in old.values() if t.untyped_storage().data_ptr() not in here)
 
+    def describe(self) -> list[ParamSpec]:
+        """What the loader fills, and the scratch memory of what it computes."""
+        scratch = [spec for name, spec in self.specs.items() if is_scratch(name)]
+        return [*self._describe()[0].values(), *scratch]
+
     def _describe(self) -> tuple[dict[str, ParamSpec], dict[str, torch.Tensor]]:
         """What the loader fills; quantised weights in their loadable form, once it has memory."""
         with self._loadable.loadable():
@@ -92,11 +97,6 @@ class LiveWeights:
         with self._loadable.loadable():
             yield
             self._loadable.quantise()
-
-    def describe(self) -> list[ParamSpec]:
-        """Every parameter and buffer, and the scratch memory of what the loader computes."""
-        scratch = [spec for name, spec in self.specs.items() if is_scratch(name)]
-        return [*self._describe()[0].values(), *scratch]
 
     def check_addresses(self) -> None:
         """Raises ReconnectError if a tensor that the loader fills moved since it was described.
@@ -187,7 +187,8 @@ class LiveWeights:
             RecordError: see :func:`sglang_rdt.engine.replay.replay`.
         """
         if self.recording is not None and self.recording.computed:
-            replay(self._model, self.recording, self._computed)
+            with self._loadable.loadable():
+                replay(self._model, self.recording, self._computed)
 
     def unfinished(self) -> list[str]:
         """Where transfers come from that were given up, and may still write into the parameters."""

@@ -119,6 +119,8 @@ class _Recorder(Tracer):
         # Parameter -> elements that are constant because the loader made them so, of an HF tensor
         # of the right size.
         self.emptied: Counter[str] = Counter()
+        # Places of parameters that were written, and the leaves that went into them.
+        self._filled: dict[tuple[str, Slice], frozenset[int]] = {}
         # Storage -> the leaves that went into it, whichever way.
         self._went_in: dict[int, frozenset[int]] = {}
 
@@ -142,7 +144,7 @@ class _Recorder(Tracer):
         live = [t for t in written if t in self.live]
         if live:
             for dst in live:
-                self._write(func, dst, args)
+                self._write(func, dst, args, kwargs)
             return _result_of_write(func, args, kwargs)
         out = super()._run(func, args, kwargs)
         self._note_leaves([*tensors_in((*args, *kwargs.values()))], [*tensors_in((out,)), *written])
@@ -168,7 +170,7 @@ class _Recorder(Tracer):
         if src.device.type != "meta":
             if dst not in self.live:
                 return False
-            if dst.numel():
+            if dst.numel() and not self._derived(dst, src):
                 self.problems.append(
                     f"{self._name(dst)}: copied from a tensor that is no HF tensor"
                 )
@@ -176,6 +178,26 @@ class _Recorder(Tracer):
         if dst.numel():
             self._want(dst, src)
         return True
+
+    def _derived(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        """A copy of what the loader has just written into another parameter; False: it is none."""
+        place, origin = self.live.locate(dst), self.live.locate(src)
+        leaves = self._filled.get(origin) if origin is not None else None
+        if place is None or origin is None or not leaves:
+            return False
+        self._compute(place, leaves, f"what it wrote into {origin[0]}")
+        return True
+
+    def _compute(self, place: tuple[str, Slice], leaves: frozenset[int], why: str) -> None:
+        write = Write(*place)
+        for i, known in enumerate(self.writes):
+            if known.place == write:  # written twice; the later value is made of both
+                why = f"{known.why}, {why}"
+                leaves |= known.leaves
+                del self.writes[i]
+                break
+        self._filled[place] = leaves
+        self.writes.append(_Write(write, leaves, why))
 
     def _want(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         memory = self._memory.get(storage_key(src))
@@ -201,6 +223,7 @@ class _Recorder(Tracer):
             (leaf,) = self._went_in[storage_key(src)]
             where = Slice(int(src.storage_offset()), tuple(src.shape), tuple(src.stride()))
             self.wants.append(Want(*place, self.specs[leaf].name, where))
+            self._filled[place] = frozenset({leaf})
             return
         self._piecewise(place, src)
 
@@ -243,17 +266,46 @@ class _Recorder(Tracer):
         elif not leaves:
             self.problems.append(f"{write.param}: {what}, which is no HF tensor")
         else:
-            self.writes.append(_Write(write, leaves, why))
+            self._compute((write.param, write.dst), leaves, why)
 
-    def _write(self, func: Any, dst: torch.Tensor, args: Sequence[Any]) -> None:
+    def _write(
+        self, func: Any, dst: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         if not dst.numel():
             return
         place = self.live.locate(dst)
         value = filled_with(func, args)
         if value is not None and place is not None:
             self.constants.append(Constant(*place, value))
-        else:
+        elif place is None or not self._changed(func, place, dst, [*args, *kwargs.values()]):
             self.problems.append(f"{self._name(dst)}: written in place by {func}")
+
+    def _changed(
+        self, func: Any, place: tuple[str, Slice], dst: torch.Tensor, args: Sequence[Any]
+    ) -> bool:
+        """Something is computed in a place that the loader has filled before, from there on by
+        itself alone; False: what was there before the load goes in, too."""
+        leaves = self._filled.get(place)
+        same = [w for w in self.wants if (w.param, w.dst) == place]
+        if not leaves or (
+            not same and all((w.place.param, w.place.dst) != place for w in self.writes)
+        ):
+            return False
+        for tensor in tensors_in(args):
+            if tensor is dst or not (tensor.device.type == "meta" or tensor in self.live):
+                continue
+            if tensor.device.type == "meta":
+                more = self._went_in.get(storage_key(tensor), frozenset({_LIVE}))
+            else:
+                where = self.live.locate(tensor)
+                more = self._filled.get(where, frozenset({_LIVE})) if where else frozenset({_LIVE})
+            if _LIVE in more:
+                return False
+            leaves |= more
+        # No longer a copy.
+        self.wants = [w for w in self.wants if (w.param, w.dst) != place]
+        self._compute(place, leaves, str(func))
+        return True
 
     def _sources(self, tensor: torch.Tensor) -> str:
         leaves = self._went_in.get(storage_key(tensor), frozenset())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,9 +170,7 @@ def test_all_of_it_is_covered_and_nothing_is_served_that_was_not_synced(fp8: Any
     short = EngineRankLayout(
         layout.rank,
         layout.params,
-        types.SimpleNamespace(  # type: ignore[arg-type]
-            wants=[w for w in recording.wants if w.source != "up.1"], constants=[], padding={}
-        ),
+        replace(recording, wants=tuple(w for w in recording.wants if w.source != "up.1")),
     )
     assert any("up.weight" in problem for problem in coverage.check_rank(short, specs))
 

@@ -83,3 +83,87 @@ def tp1(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.fixture(scope="module")
 def tp2(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return start(tmp_path_factory.mktemp("tp2"), CASES, tp=2)
+
+
+@pytest.fixture(scope="module")
+def ep2(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    cases = [one(name) for name in WITH_EP]
+    return start(tmp_path_factory.mktemp("ep2"), cases, tp=2, ep=2)
+
+
+# SGLang itself cannot load GPT-OSS in bfloat16 with its experts dealt out.
+WITH_EP = [name for name, f in FAMILIES.items() if f.moe and name != "gpt_oss"]
+
+
+def found(results: Results, case: str, ranks: int = 1) -> list[dict[str, Any]]:
+    here = results[case]
+    assert len(here) == ranks
+    for result in here:
+        assert "error" not in result, result["error"]
+    return here
+
+
+def check(results: Results, case: str, ranks: int) -> None:
+    """In every byte as SGLang's own loading has it, after a bucketed and after a direct sync."""
+    for result in found(results, case, ranks):
+        assert result["different"] == {}
+        # All of it by copies of slices, each of which is one transfer; but Qwen3.5's norms keep their
+        # weight plus one in a buffer.
+        plus_one = [n for one in result["computed"] for n in one["params"]]
+        assert all(name.endswith(".gemma_weight") for name in plus_one)
+        assert len(plus_one) == (11 if result["family"] == "qwen3_5_moe" else 0)
+        assert result["transfers"] == result["wants"]
+        # What is derived of the weights is derived once per sync.
+        if FAMILIES[result["family"]].mla:
+            assert result["post_loads"] == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank(tp1: Results, family: str) -> None:
+    check(tp1, family, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks(tp2: Results, family: str) -> None:
+    check(tp2, family, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", WITH_EP)
+def test_experts_dealt_out(ep2: Results, family: str) -> None:
+    check(ep2, family, 2)
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen2_5 tie_word_embeddings=True", "qwen3 num_key_value_heads=1"]
+)
+def test_tied_weights_and_repeated_heads(tp1: Results, tp2: Results, case: str) -> None:
+    check(tp1, case, 1)
+    check(tp2, case, 2)
+
+
+def test_queries_without_a_low_rank(tp1: Results, tp2: Results) -> None:
+    # Moonlight; there SGLang fuses nothing.
+    check(tp1, "deepseek_v3 q_lora_rank=None", 1)
+    check(tp2, "deepseek_v3 q_lora_rank=None", 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["qwen3 float32->bfloat16", "qwen3_moe bfloat16->float32", "qwen3_5_moe bfloat16->float16"],
+)
+def test_other_dtypes_are_rounded_as_the_loader_does(tp1: Results, tp2: Results, case: str) -> None:
+    check(tp1, case, 1)
+    check(tp2, case, 2)
+
+
+def test_a_tensor_that_stays_is_noticed(tp1: Results) -> None:
+    (result,) = found(tp1, "qwen3 num_hidden_layers=1")
+    assert result["different"] == {"bucketed": ["model.embed_tokens.weight"]}
+
+
+def test_weights_that_are_not_derived_again_are_noticed(tp1: Results) -> None:
+    (result,) = found(tp1, "glm4_moe_lite vocab_size=512")
+    assert result["different"] == {
+        "bucketed": [f"model.layers.{i}.self_attn.w_{k}c" for i in (0, 1) for k in ("k", "v")]
+    }

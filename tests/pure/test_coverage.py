@@ -9,9 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_rdt.errors import PlanError
-from sglang_rdt.plan import coverage, planner
+from sglang_rdt.plan import coverage, forms, planner
 from sglang_rdt.plan.slices import Slice
-from sglang_rdt.plan.specs import Constant, EngineRankLayout, ParamSpec, TensorSpec, Want
+from sglang_rdt.plan.specs import (
+    Computed,
+    Constant,
+    EngineRankLayout,
+    ParamSpec,
+    TensorSpec,
+    Want,
+    Write,
+)
 
 from .builders import copy, elements, engine_rank, layout, param, rect, spec, trainer
 
@@ -384,3 +392,55 @@ def test_a_plan_error_lists_every_culprit() -> None:
         assert culprit in problems
         assert culprit in str(caught.value)
     assert "2 of 4 elements" in problems
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype", "rounds"),
+    [
+        ("float32", "bfloat16", True),
+        ("bfloat16", "float16", True),
+        ("bfloat16", "float32", False),
+        ("bfloat16", "bfloat16", False),
+        ("float8_e4m3fn", "bfloat16", False),
+        # How the engine quantises is how it was started.
+        ("bfloat16", "float8_e4m3fn", False),
+    ],
+)
+def test_what_a_loader_casts_needs_the_users_word_where_it_rounds(
+    source: str, dtype: str, rounds: bool
+) -> None:
+    hf, p = spec("hf", (4,), source), param("p", (4,), dtype)
+    scratch = param("computed:hf", (4,), source)
+    computed = Computed(("hf",), (Write("p", Slice(0, (4,), (1,))),), "a cast")
+    one = layout([p, scratch], [copy(scratch, hf)])
+    one = replace(one, recording=replace(one.recording, computed=(computed,)))
+    specs = {"hf": hf}
+    assert coverage.check_rank(one, specs) == []
+    problems, casts = coverage.check_dtypes(one, specs, allow_cast=False)
+    assert casts == []
+    assert len(problems) == rounds
+    assert all("hf is" in line and "the loader casts" in line for line in problems)
+    problems, casts = coverage.check_dtypes(one, specs, allow_cast=True)
+    assert (problems, len(casts)) == ([], rounds)
+    assert forms.check_layout(one) == []
+
+
+def test_what_is_computed_is_looked_at() -> None:
+    hf, p = spec("hf", (4,)), param("p", (4,))
+    one = layout([p], [])
+    write = Write("p", Slice(0, (4,), (1,)))
+    for computed, word in (
+        (Computed((), (write,), ""), "no HF tensors"),
+        (Computed(("hf",), (write, "p"), ""), "no Write"),  # type: ignore[arg-type]
+        (Computed(("hf",), (Write("", write.dst),), ""), "a computation"),
+        (Computed(("hf",), (Write("p", Slice(-1, (4,), (1,))),), ""), "negative"),
+    ):
+        bad = replace(one, recording=replace(one.recording, computed=(computed,)))
+        (problem,) = forms.check_layout(bad)
+        assert word in problem
+    unknown = Computed(("hf",), (Write("q", write.dst),), "a cast")
+    bad = replace(one, recording=replace(one.recording, computed=(unknown,)))
+    problems = coverage.check_rank(bad, {"hf": hf})
+    assert any("hf goes in, and is not pulled" in line for line in problems)
+    assert any("q is computed of hf, and is no parameter" in line for line in problems)
+    assert any("p float32[4] is covered by no HF tensor" in line for line in problems)

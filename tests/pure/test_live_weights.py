@@ -9,12 +9,13 @@ from torch import nn
 from sglang_rdt import checksum
 from sglang_rdt.engine import live_weights
 from sglang_rdt.engine.live_weights import LiveWeights
-from sglang_rdt.errors import EngineStateError, SlicesError
+from sglang_rdt.errors import EngineStateError, RecordError, SlicesError
+from sglang_rdt.plan import coverage
 from sglang_rdt.plan.buckets import Target
 from sglang_rdt.plan.slices import Slice
-from sglang_rdt.plan.specs import TensorSpec
+from sglang_rdt.plan.specs import EngineRankLayout, TensorSpec
 
-from .builders import rect
+from .builders import engine_rank, rect
 
 SPECS = [TensorSpec("w", (6, 2), "float32"), TensorSpec("b", (3,), "float32")]
 
@@ -191,3 +192,74 @@ def test_a_parameter_without_dimensions_is_compared(monkeypatch: pytest.MonkeyPa
     model.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
     weights = LiveWeights(model, "engine tp0")
     assert weights.compare([torch.tensor(2.0)], ["scale"], 1.0) == []
+
+
+class Norm(nn.Module):
+    """Keeps its weight, and its weight plus one in a buffer, as SGLang's norm of Qwen3.5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.register_buffer("plus_one", torch.ones(4))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "w":
+                self.weight.data.copy_(tensor)
+                self.plus_one.copy_(self.weight.data).add_(1.0)
+            else:
+                self.bias.data.copy_(tensor)
+
+
+NORM_SPECS = [TensorSpec("w", (4,), "float32"), TensorSpec("b", (2,), "float32")]
+
+
+@pytest.fixture
+def norm(weights: LiveWeights) -> LiveWeights:
+    made = LiveWeights(Norm(), "engine tp0")
+    made.record(NORM_SPECS)
+    return made
+
+
+def test_what_is_computed_is_pulled_whole_and_computed_by_the_loader(norm: LiveWeights) -> None:
+    model = norm._model
+    assert isinstance(model, Norm)
+    described = {s.name: s for s in norm.describe()}
+    assert described.keys() == {"weight", "bias", "plus_one", "computed:w"}
+    assert (described["computed:w"].shape, described["computed:w"].dtype) == ((4,), "float32")
+    assert norm.recording is not None
+    layout = EngineRankLayout(engine_rank(), tuple(norm.describe()), norm.recording)
+    assert coverage.check_rank(layout, {s.name: s for s in NORM_SPECS}) == []
+    # Everything that a sync fills is overwritten where a test wants to see that it does.
+    norm.overwrite()
+    assert model.plus_one.isnan().all() or (model.plus_one != 1).all()
+    new, bias = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 6.0])
+    norm.check_addresses()
+    norm.pull([new, bias, new], ["weight", "bias", "computed:w"], 1.0)
+    norm.compute()
+    assert model.plus_one.tolist() == [2, 3, 4, 5]
+    assert model.weight.tolist() == [1, 2, 3, 4]
+    # What was pulled there is still there, to be compared with the trainer's.
+    expected = norm.checksums()
+    assert expected["computed:w"] == expected["weight"]
+    assert norm.compare([new], ["computed:w"], 1.0) == []
+    norm.overwrite()
+    norm.pull([new, bias, new], ["weight", "bias", "computed:w"], 1.0)
+    norm.compute()
+    assert model.plus_one.tolist() == [2, 3, 4, 5]
+
+
+def test_scratch_of_a_recording_goes_with_it(norm: LiveWeights) -> None:
+    norm._model.load_weights = lambda weights: None  # type: ignore[assignment]
+    norm.record([])
+    assert [s.name for s in norm.describe()] == ["weight", "bias", "plus_one"]
+    norm.compute()  # nothing
+    with pytest.raises(SlicesError, match="computed:w"):
+        norm.pull([torch.ones(4)], ["computed:w"], 1.0)
+
+
+def test_a_loader_that_does_something_else_in_a_sync_is_an_error(norm: LiveWeights) -> None:
+    norm._model.load_weights = lambda weights: list(weights)  # type: ignore[assignment]
+    with pytest.raises(RecordError, match="plus_one"):
+        norm.compute()

@@ -422,6 +422,38 @@ COMPUTED: dict[str, tuple[Loader, tuple[str, ...]]] = {
 }
 
 
+def test_what_is_derived_of_a_parameter_while_it_is_loaded() -> None:
+    # As SGLang's norm of Qwen3.5, which keeps its weight plus one in a buffer.
+    def make() -> Model:
+        def load(m: Model, w: Weights) -> None:
+            for name in w:
+                if name == "a":
+                    m.p.data.copy_(w["a"])
+                    m.plus_one.copy_(m.p.data).add_(1.0)
+                else:
+                    m.q.data.copy_(w["b"])
+
+        m = Model(load, p=(4,), q=(2,))
+        m.register_buffer("plus_one", torch.ones(4))
+        return m
+
+    recording = agree(make, hf(a=(4,), b=(2,)))
+    assert [w.param for w in recording.wants] == ["p", "q"]
+    (one,) = recording.computed
+    assert (one.sources, one.params) == (("a",), ("plus_one",))
+    assert one.why == "what it wrote into p, aten.add_.Tensor"
+
+
+def test_a_parameter_that_is_changed_after_it_was_copied() -> None:
+    def load(m: Model, w: Weights) -> None:
+        m.p.data.copy_(w["a"])
+        m.p.data.add_(w["b"]).mul_(2)
+
+    recording = agree(lambda: Model(load, p=(4, 3)), hf(a=(4, 3), b=(4, 3)))
+    assert recording.wants == ()
+    assert [(one.sources, one.params) for one in recording.computed] == [(("a", "b"), ("p",))]
+
+
 @pytest.mark.parametrize("case", COMPUTED)
 def test_what_is_no_slice_is_computed_again(case: str) -> None:
     loader, sources = COMPUTED[case]
@@ -520,6 +552,15 @@ REFUSED: dict[str, tuple[Loader, tuple[str, ...]]] = {
         lambda m, w: m.p.data.copy_(torch.where(m.p.data > 0, m.p.data, 0.0)),
         ("p:", "no HF tensor"),
     ),
+    "derived of another": (lambda m, w: m.p.data.copy_(m.q.data), ("p:", "no HF tensor")),
+    "changed by another": (
+        lambda m, w: m.p.data.copy_(w["a"]).mul_(m.q.data),
+        ("p:", "mul_"),
+    ),
+    "a part is changed": (
+        lambda m, w: (m.p.data.copy_(w["a"]), m.p.data[0].mul_(2)),  # type: ignore[func-returns-value]
+        ("p:", "mul_"),
+    ),
     "as other bits": (
         lambda m, w: m.p.data.view(torch.int32).copy_(w["a"].view(torch.int32)),
         ("a:", "another dtype"),
@@ -542,7 +583,7 @@ REFUSED: dict[str, tuple[Loader, tuple[str, ...]]] = {
 def test_what_is_no_slice_is_refused_by_name(case: str) -> None:
     loader, words = REFUSED[case]
     with pytest.raises(RecordError) as caught:
-        record(Model(loader, p=(4, 3)), hf(a=(4, 3), b=(4, 3)))
+        record(Model(loader, p=(4, 3), q=(4, 3)), hf(a=(4, 3), b=(4, 3)))
     (line,) = [line for line in str(caught.value).splitlines() if line.startswith("  - ")]
     for word in words:
         assert word in line
