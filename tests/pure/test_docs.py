@@ -24,6 +24,7 @@ DOCUMENTS = [
     "README.md",
     "benchmarks/README.md",
     "docs/architecture.md",
+    "docs/families.md",
     "docs/placement.md",
     "docs/security.md",
     "docs/settings.md",
