@@ -91,6 +91,11 @@ def parse_choice(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def parse_patterns(text: str) -> tuple[str, ...]:
+    """Patterns, separated by commas or blanks; empty means none."""
+    return tuple(re.split(r"[,\s]+", text.strip(", \t\n"))) if text.strip(", \t\n") else ()
+
+
 def parse_optional_text(text: str) -> str | None:
     """Any text; empty means unset."""
     return text.strip() or None
@@ -194,6 +199,19 @@ class Settings:
         parse_bytes,
         "Staging memory at a time: per engine rank served on a trainer rank (bucketed mode, and "
         "strided slices of direct mode), and on an engine rank (strided slices of direct mode).",
+    )
+    include: tuple[str, ...] = _setting(
+        "SGLANG_RDT_INCLUDE",
+        (),
+        parse_patterns,
+        "Patterns of HF names (`*`, `?`, `[...]`; comma-separated): only tensors that match one are "
+        "synced, the rest of the engine's weights stays as it is; unset: all.",
+    )
+    exclude: tuple[str, ...] = _setting(
+        "SGLANG_RDT_EXCLUDE",
+        (),
+        parse_patterns,
+        "Patterns of HF names: tensors that match one are not synced.",
     )
     link_costs: str | None = _setting(
         "SGLANG_RDT_LINK_COSTS",
@@ -315,7 +333,8 @@ class Settings:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            text = str(int(value)) if isinstance(value, bool) else str(value)
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            text = str(int(value)) if isinstance(value, bool) else text
             out[f.metadata["env"]] = (
                 "first" if f.metadata["parse"] is parse_every and not value else text
             )
@@ -375,7 +394,9 @@ def table() -> list[tuple[str, str, str]]:
     for f in dataclasses.fields(Settings):
         default = f.default
         shown = (
-            "" if default is None else str(int(default) if isinstance(default, bool) else default)
+            ""
+            if default in (None, ())
+            else str(int(default) if isinstance(default, bool) else default)
         )
         rows.append((f.metadata["env"], shown, f.metadata["doc"]))
     rows.append(CPU_STANDINS)

@@ -125,12 +125,18 @@ class Coordinator:
             logger.debug("%s: not told that its trainer has closed: %s", who, calls.short(problem))
 
     def meet(
-        self, engines: Sequence[Engine], specs: Sequence[TensorSpec]
+        self,
+        engines: Sequence[Engine],
+        specs: Sequence[TensorSpec],
+        kept: Iterable[str] = (),
     ) -> dict[str, BaseException]:
         """Begins a connect session on each of ``engines``, describes them, records their loaders and
         registers their memory: all at once.
 
         The engines stay in their connect session until :meth:`leave` or :meth:`give_up`.
+
+        Args:
+            kept: names of those of ``specs`` that are not synced.
 
         Returns:
             Why an engine could not be met; it runs on as it was, and is none of :attr:`engines`.
@@ -171,8 +177,10 @@ class Coordinator:
         }
         step("begin_sync", lambda e: e.start("begin_sync", requests[e.name]))
         params = step("describe", lambda e: e.start("describe"))
-        wanted = list(specs)
-        recordings = step("record_load", lambda e: e.start("record_load", sessions[e.name], wanted))
+        arguments = (list(specs), sorted(kept))
+        recordings = step(
+            "record_load", lambda e: e.start("record_load", sessions[e.name], *arguments)
+        )
         step("register_weights", lambda e: e.start("register_weights", sessions[e.name]))
         for name, engine in alive.items():
             self._layouts[name] = [

@@ -235,16 +235,22 @@ class RdtSchedulerActor:
         )
         return self.rdt_identity()
 
-    def record_load(self, sync_id: str, hf_specs: Sequence[TensorSpec]) -> Recording:
+    def record_load(
+        self, sync_id: str, hf_specs: Sequence[TensorSpec], kept: Sequence[str] = ()
+    ) -> Recording:
         """What this rank wants of which HF tensor, from the model's own ``load_weights``.
 
+        Args:
+            kept: names of those that are not synced.
+
         Raises:
-            RecordError: the loader does more than copy slices; nothing was changed.
+            RecordError: the loader does more than copy slices, or ``kept`` cuts through what it
+                computes; nothing was changed.
         """
 
         def record() -> Recording:
             self._session.require(sync_id)
-            return self._session.weights.record(hf_specs)
+            return self._session.weights.record(hf_specs, kept)
 
         return self._command(record, sync_id)
 

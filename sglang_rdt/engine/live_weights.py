@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from sglang_rdt.engine.recorder import describe_tensors, record_load
 from sglang_rdt.errors import EngineStateError, ReconnectError, SlicesError, TransportError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.buckets import Target
+from sglang_rdt.plan.selection import keep
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import ParamSpec, Recording, TensorSpec
 from sglang_rdt.plan.transfers import (
@@ -83,14 +84,18 @@ class LiveWeights:
                 f"({', '.join(moved[:5])}); connect again"
             )
 
-    def record(self, specs: Sequence[TensorSpec]) -> Recording:
+    def record(self, specs: Sequence[TensorSpec], kept: Iterable[str] = ()) -> Recording:
         """See :func:`sglang_rdt.engine.recorder.record_load`; remembered for checksums.
 
         What was prepared for the trainer before is given up.
+
+        Args:
+            kept: names of HF tensors that are not synced: what only they fill is neither read,
+                overwritten nor summed up.
         """
         self._forget_sources()
         self.refresh()
-        self.recording = record_load(self._model, specs)
+        self.recording = keep(record_load(self._model, specs), kept)
         return self.recording
 
     def unfinished(self) -> list[str]:

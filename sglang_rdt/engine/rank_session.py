@@ -17,6 +17,7 @@ from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.scheduler_control import SchedulerControl
 from sglang_rdt.engine.states import Event, State, WeightState
 from sglang_rdt.engine.sync_request import Connection, RankStatus, SyncRequest
+from sglang_rdt.engine.unsound import Unsound
 from sglang_rdt.errors import AnotherRankError, EngineStateError, RdtError, ReconnectError
 from sglang_rdt.plan.buckets import Target
 
@@ -36,7 +37,11 @@ class RankSession:
         self._disconnected = ""  # why there is no connection any more
         self._bytes_landed = self._syncs = 0
         self._was_paused = False
+        self._ended = False  # whether SGLang's session of this sync was ended, or should have been
         self.weights = LiveWeights(control.model, who)
+        self._unsound = Unsound(who)
+        if control.starts_empty:
+            self._unsound.add(None, "the engine was started with load_format dummy")
 
     @property
     def request(self) -> SyncRequest | None:
@@ -94,7 +99,7 @@ class RankSession:
         self._weights_are.on("begin")
         self._gate.will_park()
         self._request = request
-        self._bytes_landed = 0
+        self._bytes_landed, self._ended = 0, False
         if request.purpose == "connect":
             # Recording gives up what was prepared for whoever was connected before.
             self._connection, self._disconnected = None, "another connect did not come to its end"
@@ -128,6 +133,8 @@ class RankSession:
         if self._connection is not None:
             self._connection = None
             self._disconnected = "its weights' memory was released since"
+        if not self._control.backs_weights_up:
+            self._unsound.add(None, "their memory was released, and came back empty")
         self.weights.forget()
 
     def disconnect(self, token: str) -> None:
@@ -196,6 +203,7 @@ class RankSession:
         if not self._vote(problem is None):
             self._was_paused = was_paused
             why = problem or "on another rank"
+            self._unsound.add(None, f"a refused sync could not be undone: {why}")
             self._weights_are.on("tear", detail=f"a refused sync could not be undone: {why}")
             logger.error("%s is dirty and stays paused: %s", self._who, self._weights_are.detail)
         elif self._control.paused and not was_paused:
@@ -215,6 +223,8 @@ class RankSession:
                 f"{self._who}: memory is released ({', '.join(sorted(tags))}); resume it first"
             )
         self._refuse_strangers(request)
+        if request.purpose == "sync" and self.weights.recording is not None:
+            self._unsound.refuse(self.weights.recording.kept)
         if self._weights_are.state == "current" and self._control.session_open:
             raise EngineStateError(
                 f"{self._who}: somebody else has a weight-update session open; end it first"
@@ -315,6 +325,7 @@ class RankSession:
         def run() -> None:
             self.weights.apply_constants()
             self._control.synchronize()
+            self._ended = True
             self._control.end_session()
             self._control.synchronize()
 
@@ -357,6 +368,7 @@ class RankSession:
 
     def _end_open_session(self) -> None:
         if self._control.session_open or not self._control.has_session:
+            self._ended = True
             self._control.end_session()
 
     def _agree(self, problem: RdtError | None, broken: bool = True) -> None:
@@ -394,6 +406,13 @@ class RankSession:
         return self._weights_are.state
 
     def _finish(self, event: Event, **what: str) -> None:
+        recording = self.weights.recording
+        if event == "tear":
+            # What was being written; all of them where post-load processing went wrong.
+            written = {w.source for w in recording.wants} if recording and not self._ended else None
+            self._unsound.add(written, what["detail"])
+        elif event == "commit" and recording is not None:
+            self._unsound.clear()
         self._request = None
         self._weights_are.on(event, **what)
         self._gate.release()

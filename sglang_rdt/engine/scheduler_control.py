@@ -53,6 +53,18 @@ class SchedulerControl:
         return hasattr(self.scheduler.weight_updater, "begin_weight_update")
 
     @property
+    def starts_empty(self) -> bool:
+        """Whether the engine was started without weights, to be filled by a sync."""
+        given = getattr(self.scheduler.server_args, "load_format", "")
+        return str(getattr(given, "value", given)) == "dummy"
+
+    @property
+    def backs_weights_up(self) -> bool:
+        """Whether weights whose memory was given back are what they were when it is resumed."""
+        args = self.scheduler.server_args
+        return bool(getattr(args, "enable_weights_cpu_backup", False))
+
+    @property
     def paused(self) -> bool:
         """Whether generation is paused, by whomever."""
         return bool(self.scheduler._engine_paused)

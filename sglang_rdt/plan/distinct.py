@@ -63,7 +63,8 @@ def distinct_layouts(
                 (order.setdefault(p.storage, len(order)), p.offset, p.buffer, *_PARAM(p))
                 for p in layout.params
             ]
-            flat = [wants, layout.recording.constants, layout.recording.padding, params]
+            recording = layout.recording
+            flat = [wants, recording.constants, recording.padding, recording.kept, params]
             bucket = seen[hash(wants)]
             number = next((n for known, n in bucket if known == flat), None)
         except (AttributeError, TypeError, ValueError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sglang_rdt.plan.slices import Slice
 
@@ -113,16 +113,39 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What a name filter leaves as it is: ``names`` of HF tensors, and what the loader would do
+    with them."""
+
+    names: frozenset[str] = frozenset()
+    wants: tuple[Want, ...] = ()
+    constants: tuple[Constant, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     """Everything that one engine rank's ``load_weights`` does with a set of HF tensors.
 
     ``padding``: parameter -> how many of its elements the model's layout leaves to constants
     (rows that pad a vocabulary). A loader that fills more got a tensor that is too small.
+    ``kept``: what is not done in a sync, see :mod:`sglang_rdt.plan.selection`; ``wants`` and
+    ``constants`` are without it.
     """
 
     wants: tuple[Want, ...]
     constants: tuple[Constant, ...] = ()
     padding: dict[str, int] = field(default_factory=dict)
+    kept: Kept = Kept()
+
+    def whole(self) -> Recording:
+        """With what is kept: all that the loader does."""
+        if not self.kept.names:
+            return self
+        return replace(
+            self,
+            wants=self.wants + self.kept.wants,
+            constants=self.constants + self.kept.constants,
+        )
 
 
 @dataclass(frozen=True, slots=True)

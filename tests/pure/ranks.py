@@ -139,6 +139,7 @@ class Control:
         self.scheduler = SimpleNamespace(weight_updater=SimpleNamespace(offload_tags=set()))
         self.device = torch.device("cpu")
         self.paused = self.session_open = False
+        self.starts_empty = self.backs_weights_up = False
         self.version = "v0"
         self.log: list[str] = []
         self.fail: dict[str, Exception] = {}

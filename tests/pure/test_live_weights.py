@@ -191,3 +191,25 @@ def test_a_parameter_without_dimensions_is_compared(monkeypatch: pytest.MonkeyPa
     model.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
     weights = LiveWeights(model, "engine tp0")
     assert weights.compare([torch.tensor(2.0)], ["scale"], 1.0) == []
+
+
+def test_what_a_filter_keeps_is_left_alone(weights: LiveWeights) -> None:
+    model = model_of(weights)
+    model.w.data.copy_(torch.arange(24.0).view(6, 4))
+    before = model.w.clone()
+    recording = weights.record(SPECS, ["w"])
+    assert {w.param for w in recording.wants} == {"bias"}
+    assert weights.overwrite() == 12
+    weights.apply_constants()
+    assert torch.equal(model.w, before)
+    assert not torch.equal(model.bias, torch.zeros(3))
+    assert set(weights.checksums()) == {"bias"}
+    # The other way round, its constants are set.
+    weights.record(SPECS, ["b"])
+    bias = model.bias.clone()
+    assert weights.overwrite() == 48
+    weights.apply_constants()
+    assert set(weights.checksums()) == {"w"}
+    assert torch.equal(model.w[:, 0], torch.ones(6))
+    assert torch.equal(model.w[:, 3], torch.zeros(6))
+    assert torch.equal(model.bias, bias)
