@@ -194,15 +194,24 @@ class EngineLink:
         self.connected = True
         if self._group.leads:
             logger.info(
-                "connected to %s (%s): %d HF tensors, %s per sync%s, in %.1f s",
+                "connected to %s (%s%s): %d HF tensors, %s per sync%s, in %.1f s",
                 ", ".join(sorted(self.coordinator.engines)) if self.coordinator else "",
                 self.mode,
+                self._runners(),
                 plan.tensors,
                 human_bytes(plan.nbytes),
                 f", {kept_line(plan.selection)}" if plan.selection.kept else "",
                 time.perf_counter() - started,
             )
         return plan
+
+    def _runners(self) -> str:
+        """What engines with several models are synced, for the log."""
+        engines = self.coordinator.engines.values() if self.coordinator else ()
+        several = sorted({r.runners for e in engines for r in e.ranks} - {"target"})
+        if not several and self._settings.runner == "target":
+            return ""
+        return f", runner {self._settings.runner} of {' / '.join(several)}"
 
     @property
     def _strict(self) -> bool:
@@ -520,6 +529,7 @@ class EngineLink:
                 "engine_failures",
                 "include",
                 "exclude",
+                "runner",
             )
         }
         for rank, theirs in enumerate(self._group.gather(mine)):

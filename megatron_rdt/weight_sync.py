@@ -35,7 +35,7 @@ from sglang_rdt.errors import (
     SyncError,
     VerifyError,
 )
-from sglang_rdt.settings import Settings
+from sglang_rdt.settings import Runner, Settings
 
 logger = logging.getLogger("megatron_rdt")
 
@@ -57,6 +57,8 @@ class WeightSync:
         include: patterns of HF names: only tensors that match one are synced, and what the others
             would fill stays as it is on the engines (LoRA, frozen parts). Default: the settings'.
         exclude: patterns of HF names that are not synced. Default: the settings'.
+        runner: which model of engines with speculative decoding: ``target``, ``draft`` or ``both``.
+            Default: the settings'.
 
     Collective: every trainer rank makes one, after ``torch.distributed`` and Megatron's parallel
     state are initialised.
@@ -74,6 +76,7 @@ class WeightSync:
         settings: Settings | None = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
+        runner: Runner | None = None,
     ) -> None:
         self.settings = settings or settings_module.load()
         for name, patterns in (("include", include), ("exclude", exclude)):
@@ -83,6 +86,8 @@ class WeightSync:
                 self.settings = self.settings.replace(**{name: tuple(patterns)})
         if not self.settings.enabled:
             raise RdtError("SGLANG_RDT=0: weight sync is switched off")
+        if runner is not None:
+            self.settings = self.settings.replace(runner=runner)
         membership = Membership(engines, namespace)
         self._chunks = list(model_chunks)
         self._optimizer = optimizer

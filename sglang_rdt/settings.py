@@ -22,6 +22,7 @@ VerifyMode = Literal["off", "checksum", "equal"]
 PauseMode = Literal["retract", "in_place"]
 FailurePolicy = Literal["raise", "log"]
 TransferMode = Literal["auto", "direct", "bucketed"]
+Runner = Literal["target", "draft", "both"]
 
 # One call of a direct sync is four phases, each with a deadline of its own, and some grace.
 WAITS_PHASES = 5
@@ -212,6 +213,13 @@ class Settings:
         (),
         parse_patterns,
         "Patterns of HF names: tensors that match one are not synced.",
+    )
+    runner: Runner = _setting(
+        "SGLANG_RDT_RUNNER",
+        "target",
+        parse_choice("target", "draft", "both"),
+        "Which model of an engine with speculative decoding is synced; with `target`, what the draft "
+        "does not share with it stays as it is.",
     )
     link_costs: str | None = _setting(
         "SGLANG_RDT_LINK_COSTS",

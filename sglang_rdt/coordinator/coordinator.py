@@ -88,6 +88,7 @@ class Coordinator:
             connection=self._connection,
             replaces=replaces,
             overwrite=overwrite,
+            runner=s.runner,
         )
 
     def _may_replace(self, engine: Engine, statuses: Iterable[Any]) -> str | None:

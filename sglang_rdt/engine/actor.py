@@ -23,7 +23,7 @@ import sglang_rdt
 from sglang_rdt import settings as settings_module
 from sglang_rdt.activation import installed_version
 from sglang_rdt.coordinator.phases import PhaseTimer
-from sglang_rdt.engine import engine_info
+from sglang_rdt.engine import engine_info, runners
 from sglang_rdt.engine.actor_class import plain_class
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.loop_inbox import LoopCall
@@ -112,6 +112,7 @@ class RdtSchedulerActor:
             ep_size=int(getattr(args, "ep_size", 1) or 1),
             sglang_version=installed_version("sglang") or "",
             package_version=sglang_rdt.__version__,
+            runners=runners.describe(self.scheduler),
         )
 
     # Event-loop thread.
@@ -189,11 +190,12 @@ class RdtSchedulerActor:
         return status
 
     def describe(self) -> list[ParamSpec]:
-        """Name, shape, dtype, strides and storage identity of all parameters and buffers.
+        """Name, shape, dtype, strides and storage identity of all parameters and buffers of what is
+        synced: the target, unless a connect session asked for another runner.
 
         Tied weights come under every name, with the same storage.
         """
-        return describe_tensors(self._control.model)[0]
+        return self._session.weights.describe()
 
     def begin_sync(self, request: SyncRequest) -> EngineRank:
         """Pauses the engine (all its ranks are called with the same request) and parks its loop.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from sglang_rdt.engine.direct_reader import DirectReader
-from sglang_rdt.engine.recorder import describe_tensors, record_load
+from sglang_rdt.engine.recorder import describe_tensors
+from sglang_rdt.engine.runners import Models, record
 from sglang_rdt.errors import EngineStateError, ReconnectError, SlicesError, TransportError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.buckets import Target
@@ -32,11 +33,11 @@ class LiveWeights:
     """Parameters and buffers of ``model``, by name. Event-loop thread only.
 
     Args:
-        model: the served model.
+        model: the served model, or several as one.
         who: this rank, for messages.
     """
 
-    def __init__(self, model: torch.nn.Module, who: str) -> None:
+    def __init__(self, model: torch.nn.Module | Models, who: str) -> None:
         self._model = model
         self._who = who
         self.specs: dict[str, ParamSpec] = {}
@@ -60,6 +61,10 @@ class LiveWeights:
         self._places = places(self._model)
         here = {t.untyped_storage().data_ptr() for t in self._tensors.values()}
         nixl.deregister(t for t in old.values() if t.untyped_storage().data_ptr() not in here)
+
+    def describe(self) -> list[ParamSpec]:
+        """Every parameter and buffer, as it is now."""
+        return describe_tensors(self._model)[0]
 
     def check_addresses(self) -> None:
         """Raises ReconnectError if a tensor that the loader fills moved since it was described.
@@ -95,7 +100,7 @@ class LiveWeights:
         """
         self._forget_sources()
         self.refresh()
-        self.recording = keep(record_load(self._model, specs), kept)
+        self.recording = keep(record(self._model, specs), kept)
         return self.recording
 
     def unfinished(self) -> list[str]:
@@ -311,7 +316,7 @@ class LiveWeights:
         return [Sums([(k, p) for k, p in parts if g is None or k in g]) for g in groups]
 
 
-def places(model: torch.nn.Module) -> list[tuple[int, int]]:
+def places(model: torch.nn.Module | Models) -> list[tuple[int, int]]:
     """Identity and address of every parameter and buffer: cheap enough to ask before each sync."""
     return [
         (id(tensor), tensor.data_ptr())

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_rdt.engine.direct_reader import DirectReader
 from sglang_rdt.engine.live_weights import LiveWeights
 from sglang_rdt.engine.loop_gate import LoopGate
+from sglang_rdt.engine.runners import SELECTORS
 from sglang_rdt.engine.scheduler_control import SchedulerControl
 from sglang_rdt.engine.states import Event, State, WeightState
 from sglang_rdt.engine.sync_request import Connection, RankStatus, SyncRequest
@@ -38,7 +39,8 @@ class RankSession:
         self._bytes_landed = self._syncs = 0
         self._was_paused = False
         self._ended = False  # whether SGLang's session of this sync was ended, or should have been
-        self.weights = LiveWeights(control.model, who)
+        self._runner = "target"
+        self.weights = LiveWeights(control.models(self._runner), who)
         self._unsound = Unsound(who)
         if control.starts_empty:
             self._unsound.add(None, "the engine was started with load_format dummy")
@@ -83,7 +85,7 @@ class RankSession:
             if request.flush:
                 self._control.flush()
             self._control.drain()
-            self._control.begin_session()
+            self._control.begin_session(SELECTORS[request.runner])
             # In their loadable form, in which they were recorded.
             if request.purpose == "sync" and self.weights.recording is not None:
                 self.weights.check_addresses()
@@ -103,8 +105,16 @@ class RankSession:
         if request.purpose == "connect":
             # Recording gives up what was prepared for whoever was connected before.
             self._connection, self._disconnected = None, "another connect did not come to its end"
+            self._choose(request.runner)
         if request.overwrite:
             self._overwrite()
+
+    def _choose(self, runner: str) -> None:
+        """What this sync, and those of the same trainer, are about."""
+        if runner != self._runner:
+            self.weights.forget()
+            self.weights = LiveWeights(self._control.models(runner), self._who)
+            self._runner = runner
 
     def _overwrite(self) -> None:
         def run() -> None:
@@ -223,8 +233,15 @@ class RankSession:
                 f"{self._who}: memory is released ({', '.join(sorted(tags))}); resume it first"
             )
         self._refuse_strangers(request)
+        if request.purpose == "connect":
+            self._control.models(request.runner)
+        elif request.runner != self._runner:
+            raise ReconnectError(
+                f"{self._who} was connected for runner {self._runner!r}, and is asked for a sync of "
+                f"{request.runner!r}; connect again"
+            )
         if request.purpose == "sync" and self.weights.recording is not None:
-            self._unsound.refuse(self.weights.recording.kept)
+            self._unsound.refuse(self.weights.recording.kept, request.runner)
         if self._weights_are.state == "current" and self._control.session_open:
             raise EngineStateError(
                 f"{self._who}: somebody else has a weight-update session open; end it first"
@@ -410,9 +427,9 @@ class RankSession:
         if event == "tear":
             # What was being written; all of them where post-load processing went wrong.
             written = {w.source for w in recording.wants} if recording and not self._ended else None
-            self._unsound.add(written, what["detail"])
+            self._unsound.add(written, what["detail"], self._runner)
         elif event == "commit" and recording is not None:
-            self._unsound.clear()
+            self._unsound.clear(self._runner)
         self._request = None
         self._weights_are.on(event, **what)
         self._gate.release()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_rdt.engine import pipeline
+from sglang_rdt.engine import pipeline, runners
 from sglang_rdt.errors import EngineBusyError, EngineStateError
 
 # On a batch in SGLang's queue whose result was taken out of turn.
@@ -41,6 +41,10 @@ class SchedulerControl:
     def model(self) -> torch.nn.Module:
         """The served model of this rank."""
         return self.scheduler.tp_worker.model_runner.model
+
+    def models(self, runner: str) -> Any:
+        """What a sync of ``runner`` is about, see :func:`sglang_rdt.engine.runners.select`."""
+        return runners.select(self.scheduler, runner, self._who)
 
     @property
     def device(self) -> torch.device:
@@ -179,14 +183,27 @@ class SchedulerControl:
                 "them needs SGLang 0.5.21 or newer"
             )
 
-    def begin_session(self, selector: str = "all") -> None:
+    def begin_session(self, selector: str = "target") -> None:
         """Brings packed weights into their loadable form; nothing if a session is open.
+
+        Args:
+            selector: whose, in SGLang's words: ``target``, ``draft`` or ``all``.
+
+        Raises:
+            EngineStateError: a session of other models is open.
 
         What ``weight_updater.begin_weight_update`` does, without its barrier: the ranks vote
         afterwards, and a barrier would keep the others waiting for one that failed.
         Source: sglang/srt/managers/scheduler_components/weight_updater.py, 0.5.21 to 0.5.23.
         """
-        if not self.has_session or self.session_open:
+        if not self.has_session:
+            return
+        if self.session_open:
+            other = self.scheduler.weight_updater._session.selector
+            if other not in (selector, "all"):
+                raise EngineStateError(
+                    f"{self._who}: a session of {other!r} is open; only a sync of that can end it"
+                )
             return
         from sglang.srt.managers.scheduler_components.weight_updater import _WeightUpdateSession
 

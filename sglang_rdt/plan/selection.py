@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from sglang_rdt.errors import PlanError, RecordError, listed
 from sglang_rdt.plan.specs import Kept, Recording, TensorSpec
@@ -89,11 +90,21 @@ def keep(recording: Recording, names: Iterable[str]) -> Recording:
     wants = tuple(w for w in recording.wants if w.source not in kept)
     left = tuple(w for w in recording.wants if w.source in kept)
     only_kept = {w.param for w in left} - {w.param for w in wants}
+    computed = getattr(recording, "computed", ())
+    done = tuple(one for one in computed if not kept & set(one.sources))
+    changes: dict[str, Any] = {"computed": done} if computed else {}
     return replace(
         recording,
         wants=wants,
         constants=tuple(c for c in recording.constants if c.param not in only_kept),
-        kept=Kept(kept, left, tuple(c for c in recording.constants if c.param in only_kept)),
+        kept=Kept(
+            recording.kept.names | kept,
+            recording.kept.wants + left,
+            recording.kept.constants
+            + tuple(c for c in recording.constants if c.param in only_kept),
+            recording.kept.computed + tuple(one for one in computed if one not in done),
+        ),
+        **changes,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sglang_rdt.plan.slices import Slice
 
@@ -114,12 +115,13 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a name filter leaves as it is: ``names`` of HF tensors, and what the loader would do
-    with them."""
+    """What a sync leaves as it is, because a name filter says so or because it belongs to another
+    model: ``names`` of HF tensors, and what the loader would do with them."""
 
     names: frozenset[str] = frozenset()
     wants: tuple[Want, ...] = ()
     constants: tuple[Constant, ...] = ()
+    computed: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +141,17 @@ class Recording:
 
     def whole(self) -> Recording:
         """With what is kept: all that the loader does."""
-        if not self.kept.names:
+        kept = self.kept
+        if not (kept.wants or kept.constants or kept.computed):
             return self
+        changes: dict[str, Any] = {}
+        if kept.computed:
+            changes["computed"] = getattr(self, "computed", ()) + kept.computed
         return replace(
             self,
-            wants=self.wants + self.kept.wants,
-            constants=self.constants + self.kept.constants,
+            wants=self.wants + kept.wants,
+            constants=self.constants + kept.constants,
+            **changes,
         )
 
 
@@ -165,6 +172,7 @@ class EngineRank:
     """One SchedulerActor: who it is, where it runs, what it holds.
 
     ``instance`` changes with every start of the engine: a restarted engine is a new one.
+    ``runners``: which models it has, and which tensors drafts share with the target.
     """
 
     engine: str
@@ -183,6 +191,7 @@ class EngineRank:
     package_version: str = ""
     weight_version: str = ""
     state: str = "current"
+    runners: str = "target"
 
     def __str__(self) -> str:
         return f"{self.engine} {self.rank}"
