@@ -221,7 +221,7 @@ class RankSession:
 
     def refuse(self, request: SyncRequest) -> None:
         """Raises EngineStateError if ``request`` cannot begin now."""
-        self._control.refuse_unsupported_model()
+        self._control.refuse_unsupported_model(request.runner)
         if self._request is not None:
             raise EngineStateError(
                 f"{self._who} is in sync {self._request.sync_id} of {self._request.owner}"

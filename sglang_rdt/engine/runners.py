@@ -130,6 +130,18 @@ def drafts(scheduler: Any) -> list[tuple[str, Any]]:
     return [(role, runner.model) for role, runner in worker.weight_update_runners()]
 
 
+def models(scheduler: Any, runner: str) -> list[tuple[str, torch.nn.Module, Any]]:
+    """``(role, model, SGLang's updater of it)`` of what a session of ``runner`` opens."""
+    target = scheduler.tp_worker.model_runner
+    found = [("target", target.model, getattr(target, "weight_updater", None))]
+    worker = getattr(scheduler.weight_updater, "draft_worker", None)
+    theirs: list[tuple[str, Any]] = getattr(worker, "weight_update_runners", list)()
+    found += [(role, one.model, getattr(one, "weight_updater", None)) for role, one in theirs]
+    return [
+        one for one in found if runner == "both" or (one[0] == "target") == (runner == "target")
+    ]
+
+
 def select(scheduler: Any, runner: str, who: str) -> Any:
     """The models that a sync of ``runner`` is about, as one.
 

@@ -155,7 +155,7 @@ class Control:
             raise self.fail.pop(what)
         self.log.append(what)
 
-    def refuse_unsupported_model(self) -> None:
+    def refuse_unsupported_model(self, runner: str = "target") -> None:
         if "unsupported" in self.fail:
             raise self.fail.pop("unsupported")
 
