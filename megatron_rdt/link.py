@@ -296,6 +296,7 @@ class EngineLink:
         try:
             self._judge(problems, news.joined, strict=self._strict)
             self._plan = self._make_plan()
+            lead.report(self._plan)
             return _summary(self._plan, self.selection)
         except BaseException as error:
             lead.give_up(dict.fromkeys(lead.connecting, error))
@@ -325,6 +326,8 @@ class EngineLink:
                     "no engine is left to sync" + (f" ({why})" if why else "")
                 )
             self._check_kept(self._plan)
+            if self._plan is not None:
+                lead.report(self._plan)
         except BaseException as error:
             lead.give_up(dict.fromkeys(lead.connecting, error))
             raise

@@ -228,6 +228,13 @@ class Settings:
         "JSON file of `sglang-rdt bench --calibrate`: what links and copies cost here, which decides "
         "what direct mode stages; unset: the costs of two H200 over NVLink.",
     )
+    plan_report: str | None = _setting(
+        "SGLANG_RDT_PLAN_REPORT",
+        None,
+        parse_optional_text,
+        "JSON file that trainer rank 0 writes at each connect: which parameter goes which way, and "
+        "how many bytes; `sglang-rdt plan --report` shows it.",
+    )
     nixl_threads: int = _setting(
         "SGLANG_RDT_NIXL_THREADS",
         4,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sglang_rdt.brief import brief
@@ -19,6 +20,7 @@ from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.engine.states import State
 from sglang_rdt.engine.sync_request import Connection, SyncRequest, Trainer
 from sglang_rdt.errors import EngineStateError, PlanError, RdtError, VerifyError
+from sglang_rdt.plan import report
 from sglang_rdt.plan.costs import LinkCosts
 from sglang_rdt.plan.direct import DirectPlan, make_direct_plan
 from sglang_rdt.plan.planner import Plan, make_plan
@@ -272,6 +274,17 @@ class Coordinator:
             if cast not in self._casts:
                 logger.warning("dtype conversion: %s", cast)
                 self._casts.add(cast)
+
+    def report(self, plan: Plan | DirectPlan) -> None:
+        """Writes down what the plan does, if that was asked for. A disk that is full is no reason
+        not to sync: it is logged."""
+        path = self._settings.plan_report
+        if path is None:
+            return
+        try:
+            report.save(report.report(self._all_layouts(), plan), Path(path))
+        except OSError as error:
+            logger.error("SGLANG_RDT_PLAN_REPORT=%s: %s", path, error)
 
     def _all_layouts(self) -> list[EngineRankLayout]:
         return [layout for layouts in self._layouts.values() for layout in layouts]

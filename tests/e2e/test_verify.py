@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from sglang_rdt.demo import proof
 from sglang_rdt.demo.trainer import Layout
 from sglang_rdt.errors import EngineStateError, PlanError, SyncError
+from sglang_rdt.plan import report as report_module
 from tests.e2e.conftest import DENSE_TP2, EnginePool, TrainerPool
 from tests.e2e.steps import SETTINGS, assert_engine_holds, assert_engine_serves
 
@@ -180,6 +182,28 @@ def test_a_second_trainer_waits_for_the_end_of_the_first(
 FROZEN = ("*.mlp.*", "*.k_proj.weight", "model.embed_tokens.weight")
 
 
+def assert_report(
+    found: report_module.Report, mode: str, live: Sequence[dict[str, Any]], nbytes: int
+) -> None:
+    """Every byte of every parameter goes one way, and what moves is what was moved."""
+    assert found.mode == mode
+    assert found.moved == nbytes
+    for rank, weights in enumerate(live):
+        here = [line for line in found.lines if line.rank.endswith(f"tp{rank}")]
+        sizes: dict[str, int] = {}
+        for line in here:
+            sizes[line.param] = sizes.get(line.param, 0) + line.nbytes
+            assert line.way in ("direct", "staged", "kept") or mode == "bucketed"
+        for name, tensor in weights.items():
+            if "rotary" not in name:
+                assert sizes[name] == tensor.numel() * tensor.element_size(), name
+        fused = {line.way: line.sources for line in here if "1.self_attn.qkv_proj" in line.param}
+        assert fused.pop("kept") == ("model.layers.1.self_attn.k_proj.weight",)
+        (moved,) = fused.values()
+        assert sorted(name.split(".")[-2] for name in moved) == ["q_proj", "v_proj"]
+    assert found.totals()["kept"][1] > 0
+
+
 @pytest.mark.parametrize(("mode", "verify"), [("direct", "equal"), ("bucketed", "checksum")])
 def test_what_is_frozen_stays_as_it_is(
     mode: Any, verify: Any, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
@@ -198,10 +222,16 @@ def test_what_is_frozen_stays_as_it_is(
     assert len(frozen) == 2 * 4 + 1
     assert all(not torch.equal(old[n], new[n]) for n in frozen), "or nothing would be proved"
 
-    group.attach(settings, on_step=False, engines=[served.address], exclude=list(FROZEN))
+    group.attach(
+        settings.replace(plan_report=str(tmp_path / "plan.json")),
+        on_step=False,
+        engines=[served.address],
+        exclude=list(FROZEN),
+    )
     chosen = {str(sorted(c.selection.kept)) for c in group.on_all(lambda r: r.sync.connect())}
     assert chosen == {str(sorted(frozen))}
-    for report in group.on_all(lambda rank: rank.sync.sync("part")):
+    reports = group.on_all(lambda rank: rank.sync.sync("part"))
+    for report in reports:
         assert report.verified == verify
         assert f"kept {len(frozen)} of {len(new)} HF tensors, " in report.line()
         assert report.selection.kept_bytes == sum(2 * new[n].numel() for n in frozen)
@@ -210,8 +240,9 @@ def test_what_is_frozen_stays_as_it_is(
     assert_engine_serves(MODEL, state, served, "part", tmp_path / "part")
     for was, now in zip(before, served.weights(), strict=True):
         for name in was:
-            alone = ".mlp." in name or "embed_tokens" in name
+            alone = ".mlp." in name or "embed_tokens" in name or "rotary" in name
             assert torch.equal(was[name], now[name]) == alone, name
+    assert_report(report_module.load(tmp_path / "plan.json"), mode, before, reports[0].nbytes)
 
     # Without the filter, all of it comes.
     group.attach(settings, on_step=False, engines=[served.address])

@@ -133,6 +133,7 @@ VALUES = {
     "exclude": st.lists(TEXT, max_size=3).map(tuple),
     "runner": st.sampled_from(["target", "draft", "both"]),
     "link_costs": st.none() | TEXT,
+    "plan_report": st.none() | TEXT,
     "nixl_threads": st.integers(0, 64),
     "bucket_bytes": st.integers(1 << 16, 1 << 50),
     "verify": st.sampled_from(["off", "checksum", "equal"]),
