@@ -25,6 +25,7 @@ DOCUMENTS = [
     "benchmarks/README.md",
     "docs/architecture.md",
     "docs/families.md",
+    "docs/parts.md",
     "docs/placement.md",
     "docs/security.md",
     "docs/settings.md",
