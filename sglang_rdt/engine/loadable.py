@@ -20,6 +20,8 @@ import torch
 
 # Their process_weights_after_loading derives nothing from what it wrote itself.
 _AGAIN_AND_AGAIN = ("BaseKVCacheMethod", "Fp8KVCacheMethod")
+# Kernels for experts that take a checkpoint's blocks as they are.
+_PLAIN_EXPERTS = ("auto", "triton", "deep_gemm")
 # Where the methods of these do nothing.
 _BASES = (
     "QuantizeMethodBase",
@@ -90,6 +92,9 @@ def _fp8(module: Any, method: Any) -> str | None:
         return " of an unquantised checkpoint"
     if not getattr(method, "block_quant", False):
         return " with one scale per tensor"
+    backend = _experts_backend() if type(method).__name__ == "Fp8MoEMethod" else "auto"
+    if backend not in _PLAIN_EXPERTS:
+        return f" for {backend}"
     tensors = dict(module.named_parameters(recurse=False))
     scales = [t for name, t in tensors.items() if name.endswith("_scale_inv")]
     weights = [t for name, t in tensors.items() if name.endswith("weight")]
@@ -106,6 +111,12 @@ def _fp8(module: Any, method: Any) -> str | None:
         and not getattr(module, "deepgemm_mxfp8_input", False)
     )
     return None if plain else " with repacked blocks or scales"
+
+
+def _experts_backend() -> str:
+    module = sys.modules.get("sglang.srt.layers.moe.utils")
+    ask = getattr(module, "get_moe_runner_backend", None)
+    return str(getattr(ask(), "value", "unknown")) if ask is not None else "unknown"
 
 
 def _of_sglang(model: torch.nn.Module, updater: Any) -> str | None:

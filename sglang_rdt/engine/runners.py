@@ -142,6 +142,10 @@ def models(scheduler: Any, runner: str) -> list[tuple[str, torch.nn.Module, Any]
     ]
 
 
+def _speculates(args: Any) -> bool:
+    return str(getattr(args, "speculative_algorithm", None)).upper() not in ("NONE", "NGRAM")
+
+
 def select(scheduler: Any, runner: str, who: str) -> Any:
     """The models that a sync of ``runner`` is about, as one.
 
@@ -154,6 +158,9 @@ def select(scheduler: Any, runner: str, who: str) -> Any:
         return target
     found = drafts(scheduler)
     args = scheduler.server_args
+    elsewhere = int(getattr(args, "pp_size", 1)) > 1 and _speculates(args)
+    if not found and runner == "both" and elsewhere:
+        return target  # the draft is on another pipeline stage
     if not found:
         has_one = getattr(scheduler.weight_updater, "draft_worker", None) is not None
         raise EngineStateError(

@@ -49,6 +49,9 @@ class Fp8LinearMethod(AWQMarlin):
         self.block_quant = block
 
 
+class Fp8MoEMethod(Fp8LinearMethod): ...
+
+
 class Scheme(QuantizeMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None: ...
 
@@ -84,6 +87,7 @@ def test_loadable(one: nn.Module) -> None:
         (model(Fp8LinearMethod(False, False)), r"\(Fp8LinearMethod of an unquantised checkpoint\)"),
         (model(Fp8LinearMethod(False, True)), "of an unquantised checkpoint"),
         (model(Fp8LinearMethod(True, False)), "with one scale per tensor"),
+        (model(Fp8MoEMethod(True, True)), r"\(Fp8MoEMethod for unknown\)"),
         # On a CPU, SGLang packs the blocks.
         (model(Fp8LinearMethod(True, True)), "with repacked blocks or scales"),
     ],

@@ -176,6 +176,15 @@ def test_before_there_were_sessions() -> None:
     assert runners.select(made, "target", "engine tp0") is made.tp_worker.model_runner.model
 
 
+def test_a_pipeline_stage_without_the_draft() -> None:
+    made = scheduler(draft=False)
+    made.server_args.pp_size, made.server_args.speculative_algorithm = 2, "NEXTN"
+    assert runners.select(made, "both", "engine tp0") is made.tp_worker.model_runner.model
+    made.server_args.speculative_algorithm = None
+    with pytest.raises(EngineStateError, match="no draft model"):
+        runners.select(made, "both", "engine tp0")
+
+
 def test_a_draft_of_its_own_is_synced_when_asked_for() -> None:
     assert found(scheduler(path="eagle"), "draft", "layers.0")[1] == []
 
