@@ -59,6 +59,12 @@ class Models:
                 if name not in theirs:
                     yield prefix + name, tensor
 
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """As a module's."""
+        for prefix, model, _ in self._parts:
+            for name, module in model.named_modules():
+                yield prefix + name, module
+
     def modules(self) -> Iterator[torch.nn.Module]:
         """As a module's."""
         for _, model, _ in self._parts:

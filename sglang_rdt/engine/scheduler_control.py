@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_rdt.engine import loadable, pipeline, runners
+from sglang_rdt.engine import pipeline, runners
 from sglang_rdt.errors import EngineBusyError, EngineStateError
 
 # On a batch in SGLang's queue whose result was taken out of turn.
@@ -36,8 +36,6 @@ class SchedulerControl:
         self._label_replies = label_replies
         self._version: str | None = None
         self._skips_taken = False
-        # id of a model -> why it cannot be synced; which kernels want what is settled at start.
-        self._judged: dict[int, str | None] = {}
 
     @property
     def model(self) -> torch.nn.Module:
@@ -168,18 +166,12 @@ class SchedulerControl:
             self.scheduler.waiting_queue = waiting
 
     def refuse_unsupported_model(self, runner: str = "target") -> None:
-        """Raises EngineStateError for weights that no session makes loadable again.
+        """Raises EngineStateError for weights that only a session could make loadable again.
 
         Args:
             runner: what is to be synced.
         """
         if self.has_session:
-            for name, model, updater in runners.models(self.scheduler, runner):
-                if id(model) not in self._judged:
-                    self._judged[id(model)] = loadable.why_not(model, updater)
-                why = self._judged[id(model)]
-                if why:
-                    raise EngineStateError(f"{self._who}: its {name} cannot be synced: {why}")
             return
         quantised = sorted(
             {
