@@ -26,11 +26,12 @@ from sglang_rdt.coordinator.coordinator import Coordinator
 from sglang_rdt.coordinator.engine import Engine
 from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.coordinator.membership import Membership, News, refusals
-from sglang_rdt.coordinator.phases import human_bytes
+from sglang_rdt.coordinator.phases import human_bytes, kept_line
 from sglang_rdt.engine.sync_request import Trainer
 from sglang_rdt.errors import EngineNotFoundError, ExportError, PlanError, RdtError
 from sglang_rdt.plan.direct import DirectPlan, DirectShare
 from sglang_rdt.plan.planner import BucketedShare, Plan, Route
+from sglang_rdt.plan.selection import Selection, select
 from sglang_rdt.plan.specs import EngineRank, TensorSpec, TrainerRank
 from sglang_rdt.settings import Settings
 from sglang_rdt.transport import nixl
@@ -68,7 +69,8 @@ class Connected:
     """What a connect has come to.
 
     ``mode``: ``direct`` or ``bucketed``. ``tensors``: HF tensors. ``nbytes``: bytes per sync over
-    all links. ``staged_bytes``: of these, by how they move, in direct mode.
+    all links. ``staged_bytes``: of these, by how they move, in direct mode. ``selection``: what a
+    name filter leaves as it is.
     """
 
     mode: str
@@ -76,6 +78,7 @@ class Connected:
     tensors: int
     nbytes: int
     staged_bytes: Mapping[str, int]
+    selection: Selection = Selection()
 
 
 class EngineLink:
@@ -115,6 +118,7 @@ class EngineLink:
         # Rank 0 only.
         self._trainers: Sequence[TrainerRank] = ()
         self._plan: Plan | DirectPlan | None = None
+        self.selection = Selection()
         self._news = News()
         self.coordinator: Coordinator | None = None
         self._followers: Mapping[str, Engine] = {}
@@ -185,19 +189,29 @@ class EngineLink:
         if holdings is not None:
             # Before the engines pause: registering a model takes a second the first time.
             self._memory_ref = self._group.together(lambda: _offer(holdings))
-        plan = self._group.lead(lambda: _summary(self._lead_first()))
+        plan = self._group.lead(self._lead_first)
         self._attach(strict=self._strict)
         self.connected = True
         if self._group.leads:
             logger.info(
-                "connected to %s (%s): %d HF tensors, %s per sync, in %.1f s",
+                "connected to %s (%s%s): %d HF tensors, %s per sync%s, in %.1f s",
                 ", ".join(sorted(self.coordinator.engines)) if self.coordinator else "",
                 self.mode,
+                self._runners(),
                 plan.tensors,
                 human_bytes(plan.nbytes),
+                f", {kept_line(plan.selection)}" if plan.selection.kept else "",
                 time.perf_counter() - started,
             )
         return plan
+
+    def _runners(self) -> str:
+        """What engines with several models are synced, for the log."""
+        engines = self.coordinator.engines.values() if self.coordinator else ()
+        several = sorted({r.runners for e in engines for r in e.ranks} - {"target"})
+        if not several and self._settings.runner == "target":
+            return ""
+        return f", runner {self._settings.runner} of {' / '.join(several)}"
 
     @property
     def _strict(self) -> bool:
@@ -269,16 +283,21 @@ class EngineLink:
 
     # Rank 0.
 
-    def _lead_first(self) -> Plan | DirectPlan:
+    def _lead_first(self) -> Connected:
         assert self._trainer is not None
+        # Before any engine is asked for anything.
+        self.selection = select(
+            self._specs_of_all(), self._settings.include, self._settings.exclude
+        )
         news = self._membership.find()
         self.failures = _missing(news)
         self.coordinator = lead = Coordinator(self._settings, self._trainer, self._followers)
-        problems = lead.meet(news.joined, self._specs_of_all())
+        problems = lead.meet(news.joined, self._specs_of_all(), self.selection.kept)
         try:
             self._judge(problems, news.joined, strict=self._strict)
             self._plan = self._make_plan()
-            return self._plan
+            lead.report(self._plan)
+            return _summary(self._plan, self.selection)
         except BaseException as error:
             lead.give_up(dict.fromkeys(lead.connecting, error))
             raise
@@ -295,7 +314,8 @@ class EngineLink:
         self.failures = _missing(news)
         lead.forget(news.lost)
         try:
-            self._judge(lead.meet(news.joined, self._specs_of_all()), news.joined, strict=False)
+            problems = lead.meet(news.joined, self._specs_of_all(), self.selection.kept)
+            self._judge(problems, news.joined, strict=False)
             if lead.engines:
                 self._plan = self._plan_fitting()
             if not lead.engines:
@@ -306,6 +326,8 @@ class EngineLink:
                     "no engine is left to sync" + (f" ({why})" if why else "")
                 )
             self._check_kept(self._plan)
+            if self._plan is not None:
+                lead.report(self._plan)
         except BaseException as error:
             lead.give_up(dict.fromkeys(lead.connecting, error))
             raise
@@ -500,12 +522,24 @@ class EngineLink:
     def _agree_on_settings(self) -> None:
         # What decides which collectives the ranks take part in.
         s = self._settings
-        mine = (s.mode, s.verify, s.verify_every, s.bucket_bytes, s.engine_failures)
+        mine = {
+            name: getattr(s, name)
+            for name in (
+                "mode",
+                "verify",
+                "verify_every",
+                "bucket_bytes",
+                "engine_failures",
+                "include",
+                "exclude",
+                "runner",
+            )
+        }
         for rank, theirs in enumerate(self._group.gather(mine)):
             if theirs != mine:
                 raise RdtError(
-                    f"trainer ranks {self._group.rank} and {rank} have different settings of mode, "
-                    f"verify, verify_every, bucket_bytes and engine_failures: {mine} and {theirs}"
+                    f"trainer ranks {self._group.rank} and {rank} have different settings of "
+                    f"{', '.join(mine)}: {tuple(mine.values())} and {tuple(theirs.values())}"
                 )
 
     def _find_holdings(self) -> Holdings | None:
@@ -558,11 +592,11 @@ class EngineLink:
         self.disconnect()
 
 
-def _summary(plan: Plan | DirectPlan) -> Connected:
+def _summary(plan: Plan | DirectPlan, selection: Selection) -> Connected:
     mode = "direct" if isinstance(plan, DirectPlan) else "bucketed"
     staged = plan.staged_bytes.items() if isinstance(plan, DirectPlan) else ()
     sizes = {str(how): nbytes for how, nbytes in staged}
-    return Connected(mode, plan.engines, len(plan.specs), plan.nbytes, sizes)
+    return Connected(mode, plan.engines, len(plan.specs), plan.nbytes, sizes, selection)
 
 
 def _key(route: Route) -> str:

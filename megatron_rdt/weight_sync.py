@@ -35,7 +35,7 @@ from sglang_rdt.errors import (
     SyncError,
     VerifyError,
 )
-from sglang_rdt.settings import Settings
+from sglang_rdt.settings import Runner, Settings
 
 logger = logging.getLogger("megatron_rdt")
 
@@ -54,6 +54,11 @@ class WeightSync:
             the namespace at the time of :meth:`connect`.
         namespace: Ray namespace of the engines.
         settings: default: from the environment.
+        include: patterns of HF names: only tensors that match one are synced, and what the others
+            would fill stays as it is on the engines (LoRA, frozen parts). Default: the settings'.
+        exclude: patterns of HF names that are not synced. Default: the settings'.
+        runner: which model of engines with speculative decoding: ``target``, ``draft`` or ``both``.
+            Default: the settings'.
 
     Collective: every trainer rank makes one, after ``torch.distributed`` and Megatron's parallel
     state are initialised.
@@ -69,10 +74,20 @@ class WeightSync:
         engines: Sequence[str | Engine] | None = None,
         namespace: str | None = None,
         settings: Settings | None = None,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        runner: Runner | None = None,
     ) -> None:
         self.settings = settings or settings_module.load()
+        for name, patterns in (("include", include), ("exclude", exclude)):
+            if isinstance(patterns, str):
+                raise RdtError(f"{name} takes a list of patterns, such as [{patterns!r}]")
+            if patterns is not None:
+                self.settings = self.settings.replace(**{name: tuple(patterns)})
         if not self.settings.enabled:
             raise RdtError("SGLANG_RDT=0: weight sync is switched off")
+        if runner is not None:
+            self.settings = self.settings.replace(runner=runner)
         membership = Membership(engines, namespace)
         self._chunks = list(model_chunks)
         self._optimizer = optimizer
@@ -417,6 +432,7 @@ class WeightSync:
             phases=slowest([timer.seconds, *(seconds for _, seconds in reports)]),
             failures=failures,
             verified=verify,
+            selection=self._link.selection,
         )
         (logger.error if failures else logger.info)("%s", report.line())
         return report

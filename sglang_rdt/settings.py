@@ -22,6 +22,7 @@ VerifyMode = Literal["off", "checksum", "equal"]
 PauseMode = Literal["retract", "in_place"]
 FailurePolicy = Literal["raise", "log"]
 TransferMode = Literal["auto", "direct", "bucketed"]
+Runner = Literal["target", "draft", "both"]
 
 # One call of a direct sync is four phases, each with a deadline of its own, and some grace.
 WAITS_PHASES = 5
@@ -89,6 +90,11 @@ def parse_choice(*choices: str) -> Callable[[str], str]:
         return low
 
     return parse
+
+
+def parse_patterns(text: str) -> tuple[str, ...]:
+    """Patterns, separated by commas or blanks; empty means none."""
+    return tuple(re.split(r"[,\s]+", text.strip(", \t\n"))) if text.strip(", \t\n") else ()
 
 
 def parse_optional_text(text: str) -> str | None:
@@ -202,12 +208,39 @@ class Settings:
         "Staging memory at a time: per engine rank served on a trainer rank (bucketed mode, and "
         "strided slices of direct mode), and on an engine rank (strided slices of direct mode).",
     )
+    include: tuple[str, ...] = _setting(
+        "SGLANG_RDT_INCLUDE",
+        (),
+        parse_patterns,
+        "Patterns of HF names (`*`, `?`, `[...]`; comma-separated): only tensors that match one are "
+        "synced, the rest of the engine's weights stays as it is; unset: all.",
+    )
+    exclude: tuple[str, ...] = _setting(
+        "SGLANG_RDT_EXCLUDE",
+        (),
+        parse_patterns,
+        "Patterns of HF names: tensors that match one are not synced.",
+    )
+    runner: Runner = _setting(
+        "SGLANG_RDT_RUNNER",
+        "target",
+        parse_choice("target", "draft", "both"),
+        "Which model of an engine with speculative decoding is synced; with `target`, what the draft "
+        "does not share with it stays as it is.",
+    )
     link_costs: str | None = _setting(
         "SGLANG_RDT_LINK_COSTS",
         None,
         parse_optional_text,
         "JSON file of `sglang-rdt bench --calibrate`: what links and copies cost here, which decides "
         "what direct mode stages; unset: the costs of two H200 over NVLink.",
+    )
+    plan_report: str | None = _setting(
+        "SGLANG_RDT_PLAN_REPORT",
+        None,
+        parse_optional_text,
+        "JSON file that trainer rank 0 writes at each connect: which parameter goes which way, and "
+        "how many bytes; `sglang-rdt plan --report` shows it.",
     )
     nixl_threads: int = _setting(
         "SGLANG_RDT_NIXL_THREADS",
@@ -322,7 +355,8 @@ class Settings:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            text = str(int(value)) if isinstance(value, bool) else str(value)
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            text = str(int(value)) if isinstance(value, bool) else text
             out[f.metadata["env"]] = (
                 "first" if f.metadata["parse"] is parse_every and not value else text
             )
@@ -382,7 +416,9 @@ def table() -> list[tuple[str, str, str]]:
     for f in dataclasses.fields(Settings):
         default = f.default
         shown = (
-            "" if default is None else str(int(default) if isinstance(default, bool) else default)
+            ""
+            if default in (None, ())
+            else str(int(default) if isinstance(default, bool) else default)
         )
         rows.append((f.metadata["env"], shown, f.metadata["doc"]))
     rows.append(CPU_STANDINS)

@@ -34,7 +34,16 @@ def show(address: str | None, namespace: str | None, everywhere: bool) -> None:
 
     space = _join(address, namespace)
     table = Table(
-        "engine", "rank", "state", "weight version", "syncs", "trainer", "node", "SGLang", "note"
+        "engine",
+        "rank",
+        "state",
+        "weight version",
+        "syncs",
+        "trainer",
+        "node",
+        "SGLang",
+        "models",
+        "note",
     )
     standings = roster(EVERYWHERE if everywhere else space)
     if not standings:
@@ -52,10 +61,11 @@ def show(address: str | None, namespace: str | None, everywhere: bool) -> None:
                 connection.trainer.where if connection else "",
                 rank.node_ip,
                 rank.sglang_version,
+                rank.runners,
                 getattr(status, "detail", "") or (one.why if status is None else ""),
             )
         if one.engine is None:
-            table.add_row(name, "", one.state, "", "", "", "", "", one.why)
+            table.add_row(name, "", one.state, "", "", "", "", "", "", one.why)
     console = Console()
     # Into a file or a pipe, nothing is cut.
     (console if console.is_terminal else Console(width=_WIDE)).print(table)

@@ -9,11 +9,21 @@ from typing import Annotated
 
 import typer
 
+# Into a file or a pipe, nothing is cut.
+_WIDE = 220
+
 
 def plan(
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="of a cluster on paper; there is nothing else yet")
+        bool, typer.Option("--simulate", help="plan for a cluster on paper, and predict its speed")
     ] = False,
+    report_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            help="show what a live sync does, from the file that SGLANG_RDT_PLAN_REPORT wrote",
+        ),
+    ] = None,
     model: Annotated[
         str,
         typer.Option(
@@ -51,9 +61,13 @@ def plan(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
-    """Plan a direct sync for a cluster that exists on paper only, and predict how long it takes."""
-    if not simulate:
-        typer.echo("sglang-rdt plan: only --simulate exists for now", err=True)
+    """Show the plan of a live sync (--report), or make one for a cluster that exists on paper only
+    and predict how long it takes (--simulate)."""
+    if report_file is not None and not simulate:
+        show(report_file)
+        return
+    if report_file is not None or not simulate:
+        typer.echo("sglang-rdt plan: give either --report FILE or --simulate", err=True)
         raise typer.Exit(2)
     import datetime
 
@@ -104,3 +118,42 @@ def plan(
         words = [Path(w).name if w.startswith("/") else w for w in sys.argv[1:]]
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         report.save(report.as_dict(outcome, shlex.join(["sglang-rdt", *words]), date), out)
+
+
+def show(path: Path) -> None:
+    """Prints a report: what goes which way, and then all parameters of all engine ranks.
+
+    Raises:
+        RdtError: there is no such file, or it is no report.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from sglang_rdt.coordinator.phases import human_bytes
+    from sglang_rdt.errors import RdtError
+    from sglang_rdt.plan import report
+
+    try:
+        found = report.load(path)
+    except OSError as error:
+        raise RdtError(f"--report {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise RdtError(f"--report {error}") from None
+    totals = Table("way", "parameters", "bytes", title=f"A live plan ({found.mode})")
+    for way, (count, nbytes) in found.totals().items():
+        totals.add_row(way, str(count), human_bytes(nbytes))
+    totals.add_row("[bold]over links[/]", "", f"[bold]{human_bytes(found.moved)}[/]")
+    lines = Table("engine rank", "parameter", "way", "bytes", "dtype", "from", title="Parameters")
+    for line in found.lines:
+        what = f"{line.dtype} ({line.cast})" if line.cast else line.dtype
+        sources = ", ".join(line.sources) + (f" ({line.why})" if line.why else "")
+        lines.add_row(line.rank, line.param, line.way, human_bytes(line.nbytes), what, sources)
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDE)
+    for rank, models in found.models.items():
+        if models != "target":
+            console.print(f"{rank} has: {models}", highlight=False)
+    if found.unused:
+        console.print(f"kept, and without a place on any engine: {', '.join(found.unused)}")
+    console.print(lines)
+    console.print(totals)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sglang_rdt.brief import brief
@@ -19,6 +20,7 @@ from sglang_rdt.coordinator.failures import Failure
 from sglang_rdt.engine.states import State
 from sglang_rdt.engine.sync_request import Connection, SyncRequest, Trainer
 from sglang_rdt.errors import EngineStateError, PlanError, RdtError, VerifyError
+from sglang_rdt.plan import report
 from sglang_rdt.plan.costs import LinkCosts
 from sglang_rdt.plan.direct import DirectPlan, make_direct_plan
 from sglang_rdt.plan.planner import Plan, make_plan
@@ -88,6 +90,7 @@ class Coordinator:
             connection=self._connection,
             replaces=replaces,
             overwrite=overwrite,
+            runner=s.runner,
         )
 
     def _may_replace(self, engine: Engine, statuses: Iterable[Any]) -> str | None:
@@ -125,12 +128,18 @@ class Coordinator:
             logger.debug("%s: not told that its trainer has closed: %s", who, calls.short(problem))
 
     def meet(
-        self, engines: Sequence[Engine], specs: Sequence[TensorSpec]
+        self,
+        engines: Sequence[Engine],
+        specs: Sequence[TensorSpec],
+        kept: Iterable[str] = (),
     ) -> dict[str, BaseException]:
         """Begins a connect session on each of ``engines``, describes them, records their loaders and
         registers their memory: all at once.
 
         The engines stay in their connect session until :meth:`leave` or :meth:`give_up`.
+
+        Args:
+            kept: names of those of ``specs`` that are not synced.
 
         Returns:
             Why an engine could not be met; it runs on as it was, and is none of :attr:`engines`.
@@ -170,8 +179,11 @@ class Coordinator:
             for name in alive
         }
         step("begin_sync", lambda e: e.start("begin_sync", requests[e.name]))
-        wanted = list(specs)
-        recordings = step("record_load", lambda e: e.start("record_load", sessions[e.name], wanted))
+        arguments = (list(specs), sorted(kept))
+        recordings = step(
+            "record_load", lambda e: e.start("record_load", sessions[e.name], *arguments)
+        )
+        # Afterwards: with the scratch memory of what the loader computes.
         params = step("describe", lambda e: e.start("describe"))
         step("register_weights", lambda e: e.start("register_weights", sessions[e.name]))
         for name, engine in alive.items():
@@ -263,6 +275,17 @@ class Coordinator:
             if cast not in self._casts:
                 logger.warning("dtype conversion: %s", cast)
                 self._casts.add(cast)
+
+    def report(self, plan: Plan | DirectPlan) -> None:
+        """Writes down what the plan does, if that was asked for. A disk that is full is no reason
+        not to sync: it is logged."""
+        path = self._settings.plan_report
+        if path is None:
+            return
+        try:
+            report.save(report.report(self._all_layouts(), plan), Path(path))
+        except OSError as error:
+            logger.error("SGLANG_RDT_PLAN_REPORT=%s: %s", path, error)
 
     def _all_layouts(self) -> list[EngineRankLayout]:
         return [layout for layouts in self._layouts.values() for layout in layouts]

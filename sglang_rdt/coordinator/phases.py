@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from sglang_rdt.plan.selection import Selection
+
 if TYPE_CHECKING:
     from sglang_rdt.coordinator.failures import Failure
 
@@ -69,7 +71,7 @@ class SyncReport:
 
     ``phases``: seconds per phase, the slowest rank's. ``nbytes``: bytes pulled by all engines.
     ``failures``: engine -> what happened (empty on success). ``engines``: names of the engines
-    that serve ``version`` now.
+    that serve ``version`` now. ``selection``: what a name filter left as it was.
     """
 
     version: str
@@ -79,6 +81,7 @@ class SyncReport:
     phases: dict[str, float]
     failures: dict[str, Failure] = field(default_factory=dict)
     verified: str = "off"
+    selection: Selection = Selection()
 
     def joined_by(self, second: SyncReport) -> SyncReport:
         """Both as one: ``second`` went over some engines once more."""
@@ -105,8 +108,17 @@ class SyncReport:
         return (
             f"weight sync {self.version!r}: {len(self.engines)} engine(s), {human_bytes(self.nbytes)}, "
             f"{self.seconds * 1e3:.1f} ms ({parts}; ms), verify {self.verified}"
+            + (f", {kept_line(self.selection)}" if self.selection.kept else "")
             + (f", FAILED on {', '.join(self.failures)}" if self.failures else "")
         )
+
+
+def kept_line(selection: Selection) -> str:
+    """``kept 12 of 31 HF tensors, 1.2 GB of 16.4 GB``."""
+    return (
+        f"kept {len(selection.kept)} of {selection.tensors} HF tensors, "
+        f"{human_bytes(selection.kept_bytes)} of {human_bytes(selection.nbytes)}"
+    )
 
 
 def human_bytes(count: float) -> str:

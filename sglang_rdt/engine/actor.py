@@ -23,7 +23,7 @@ import sglang_rdt
 from sglang_rdt import settings as settings_module
 from sglang_rdt.activation import installed_version
 from sglang_rdt.coordinator.phases import PhaseTimer
-from sglang_rdt.engine import engine_info
+from sglang_rdt.engine import engine_info, runners
 from sglang_rdt.engine.actor_class import plain_class
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.loop_inbox import LoopCall
@@ -112,6 +112,7 @@ class RdtSchedulerActor:
             ep_size=int(getattr(args, "ep_size", 1) or 1),
             sglang_version=installed_version("sglang") or "",
             package_version=sglang_rdt.__version__,
+            runners=runners.describe(self.scheduler),
         )
 
     # Event-loop thread.
@@ -189,7 +190,8 @@ class RdtSchedulerActor:
         return status
 
     def describe(self) -> list[ParamSpec]:
-        """Name, shape, dtype, strides and storage identity of all parameters and buffers.
+        """Name, shape, dtype, strides and storage identity of all parameters and buffers of what is
+        synced: the target, unless a connect session asked for another runner.
 
         Tied weights come under every name, with the same storage. After :meth:`record_load` also
         the scratch memory of what the loader computes.
@@ -236,16 +238,22 @@ class RdtSchedulerActor:
         )
         return self.rdt_identity()
 
-    def record_load(self, sync_id: str, hf_specs: Sequence[TensorSpec]) -> Recording:
+    def record_load(
+        self, sync_id: str, hf_specs: Sequence[TensorSpec], kept: Sequence[str] = ()
+    ) -> Recording:
         """What this rank wants of which HF tensor, from the model's own ``load_weights``.
 
+        Args:
+            kept: names of those that are not synced.
+
         Raises:
-            RecordError: the loader does more than copy slices; nothing was changed.
+            RecordError: the loader does more than copy slices, or ``kept`` cuts through what it
+                computes; nothing was changed.
         """
 
         def record() -> Recording:
             self._session.require(sync_id)
-            return self._session.weights.record(hf_specs)
+            return self._session.weights.record(hf_specs, kept)
 
         return self._command(record, sync_id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from sglang_rdt.dtypes import torch_dtype
 from sglang_rdt.engine.direct_reader import DirectReader
 from sglang_rdt.engine.quantised import Loadable
-from sglang_rdt.engine.recorder import describe_tensors, record_load
+from sglang_rdt.engine.recorder import describe_tensors
 from sglang_rdt.engine.replay import replay, sources_in_order
+from sglang_rdt.engine.runners import Models, record
 from sglang_rdt.errors import EngineStateError, ReconnectError, SlicesError, TransportError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.buckets import Target
+from sglang_rdt.plan.selection import keep
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import (
     ITEMSIZE,
@@ -47,11 +49,11 @@ class LiveWeights:
     """Parameters and buffers of ``model``, by name. Event-loop thread only.
 
     Args:
-        model: the served model.
+        model: the served model, or several as one.
         who: this rank, for messages.
     """
 
-    def __init__(self, model: torch.nn.Module, who: str) -> None:
+    def __init__(self, model: torch.nn.Module | Models, who: str) -> None:
         self._model = model
         self._who = who
         self.specs: dict[str, ParamSpec] = {}
@@ -94,7 +96,7 @@ class LiveWeights:
     @contextlib.contextmanager
     def quantising(self) -> Iterator[None]:
         """Around the end of a session: what landed is quantised into the served weights."""
-        with self._loadable.loadable():
+        with self._loadable.loadable(self._loadable.without(self.recording)):
             yield
             self._loadable.quantise()
 
@@ -121,10 +123,14 @@ class LiveWeights:
                 f"({', '.join(moved[:5])}); connect again"
             )
 
-    def record(self, specs: Sequence[TensorSpec]) -> Recording:
+    def record(self, specs: Sequence[TensorSpec], kept: Iterable[str] = ()) -> Recording:
         """See :func:`sglang_rdt.engine.recorder.record_load`; remembered for checksums.
 
         What was prepared for the trainer before is given up.
+
+        Args:
+            kept: names of HF tensors that are not synced: what only they fill is neither read,
+                overwritten nor summed up.
         """
         self._forget_sources()
         self._computed = {}
@@ -139,7 +145,8 @@ class LiveWeights:
             )
         self.refresh()
         with self._loadable.loadable():
-            recording = record_load(self._model, specs)
+            recording = keep(record(self._model, specs), kept)
+        self._loadable.without(recording)  # refuses what is kept in part
         by_name = {s.name: s for s in specs}
         self._allocate([by_name[n] for n in sources_in_order(recording, list(by_name))])
         wants = [
@@ -187,8 +194,8 @@ class LiveWeights:
             RecordError: see :func:`sglang_rdt.engine.replay.replay`.
         """
         if self.recording is not None and self.recording.computed:
-            with self._loadable.loadable():
-                replay(self._model, self.recording, self._computed)
+            assert isinstance(self._model, torch.nn.Module)  # several at once compute nothing
+            replay(self._model, self.recording, self._computed)
 
     def unfinished(self) -> list[str]:
         """Where transfers come from that were given up, and may still write into the parameters."""
@@ -411,7 +418,7 @@ class LiveWeights:
         return [Sums([(k, p) for k, p in parts if g is None or k in g]) for g in groups]
 
 
-def kv_cache_scales(model: torch.nn.Module) -> set[str]:
+def kv_cache_scales(model: torch.nn.Module | Models) -> set[str]:
     """Scales that only checkpoints with a quantised KV cache have (SGLang sets others to 1).
 
     Source: sglang/srt/layers/quantization/kv_cache.py, BaseKVCacheMethod.create_weights.
@@ -424,7 +431,7 @@ def kv_cache_scales(model: torch.nn.Module) -> set[str]:
     }
 
 
-def places(model: torch.nn.Module) -> list[tuple[int, int]]:
+def places(model: torch.nn.Module | Models) -> list[tuple[int, int]]:
     """Identity and address of every parameter and buffer: cheap enough to ask before each sync."""
     return [
         (id(tensor), tensor.data_ptr())

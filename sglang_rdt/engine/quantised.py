@@ -13,14 +13,15 @@ Source: sglang/srt/layers/quantization/fp8.py, ``process_weights_after_loading``
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sglang_rdt import settings as settings_module
-from sglang_rdt.errors import EngineStateError
+from sglang_rdt.errors import EngineStateError, RecordError
+from sglang_rdt.plan.specs import Recording
 
 METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
 _NOTES = "_sglang_rdt_notes"
@@ -182,10 +183,17 @@ def notes_of(layer: torch.nn.Module) -> Notes | None:
     return vars(layer).get(_NOTES)
 
 
+class Modules(Protocol):
+    """A model, or several as one."""
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """As a module's."""
+
+
 class Loadable:
     """The layers of ``model`` whose weights were replaced by quantised ones."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Modules) -> None:
         noted = [(name, layer, notes_of(layer)) for name, layer in model.named_modules()]
         self.layers = [(name, layer, n) for name, layer, n in noted if n is not None and n.forms]
         self._allocated = False
@@ -215,15 +223,44 @@ class Loadable:
             if tensor is not None and not hasattr(tensor, "weight_loader")
         }
 
+    def without(self, recording: Recording | None) -> set[str]:
+        """Layers that a sync leaves as they are, by name: nothing is loaded into them.
+
+        Raises:
+            RecordError: a name filter keeps a part of a layer; what it was quantised of is gone.
+        """
+        synced = {want.param for want in recording.wants} if recording else set()
+        synced |= {p for one in recording.computed for p in one.params} if recording else set()
+        kept = {want.param for want in recording.kept.wants} if recording else set()
+        kept |= {p for one in recording.kept.computed for p in one.params} if recording else set()
+        left, problems = set(), []
+        for name, _, notes in self.layers:
+            replaced = {f"{name}.{p}" if name else p for p in notes.forms}
+            if not replaced & synced:
+                left.add(name)
+            elif replaced & kept:
+                problems.append(name)
+        if problems:
+            raise RecordError(
+                "the name filter keeps a part of what SGLang quantises as a whole: "
+                f"{', '.join(problems[:5])}: sync all of each layer or nothing of it"
+            )
+        return left
+
     @contextlib.contextmanager
-    def loadable(self) -> Iterator[None]:
-        """Inside, the model has its loadable parameters; nothing if they have no memory."""
+    def loadable(self, without: Collection[str] = ()) -> Iterator[None]:
+        """Inside, the model has its loadable parameters; nothing if they have no memory.
+
+        Args:
+            without: layers that stay as they are.
+        """
         if not self._allocated:
             yield
             return
         try:
-            for _, layer, notes in self.layers:
-                notes.open(layer)
+            for name, layer, notes in self.layers:
+                if name not in without:
+                    notes.open(layer)
             yield
         finally:
             for _, layer, notes in self.layers:

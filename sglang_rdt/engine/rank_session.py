@@ -14,9 +14,11 @@ from typing import Any
 from sglang_rdt.engine.direct_reader import DirectReader
 from sglang_rdt.engine.live_weights import LiveWeights
 from sglang_rdt.engine.loop_gate import LoopGate
+from sglang_rdt.engine.runners import SELECTORS
 from sglang_rdt.engine.scheduler_control import SchedulerControl
 from sglang_rdt.engine.states import Event, State, WeightState
 from sglang_rdt.engine.sync_request import Connection, RankStatus, SyncRequest
+from sglang_rdt.engine.unsound import Unsound
 from sglang_rdt.errors import AnotherRankError, EngineStateError, RdtError, ReconnectError
 from sglang_rdt.plan.buckets import Target
 
@@ -36,7 +38,12 @@ class RankSession:
         self._disconnected = ""  # why there is no connection any more
         self._bytes_landed = self._syncs = 0
         self._was_paused = False
-        self.weights = LiveWeights(control.model, who)
+        self._ended = False  # whether SGLang's session of this sync was ended, or should have been
+        self._runner = "target"
+        self.weights = LiveWeights(control.models(self._runner), who)
+        self._unsound = Unsound(who)
+        if control.starts_empty:
+            self._unsound.add(None, "the engine was started with load_format dummy")
 
     @property
     def request(self) -> SyncRequest | None:
@@ -78,7 +85,7 @@ class RankSession:
             if request.flush:
                 self._control.flush()
             self._control.drain()
-            self._control.begin_session()
+            self._control.begin_session(SELECTORS[request.runner])
             # In their loadable form, in which they were recorded.
             if request.purpose == "sync" and self.weights.recording is not None:
                 self.weights.check_addresses()
@@ -94,12 +101,20 @@ class RankSession:
         self._weights_are.on("begin")
         self._gate.will_park()
         self._request = request
-        self._bytes_landed = 0
+        self._bytes_landed, self._ended = 0, False
         if request.purpose == "connect":
             # Recording gives up what was prepared for whoever was connected before.
             self._connection, self._disconnected = None, "another connect did not come to its end"
+            self._choose(request.runner)
         if request.overwrite:
             self._overwrite()
+
+    def _choose(self, runner: str) -> None:
+        """What this sync, and those of the same trainer, are about."""
+        if runner != self._runner:
+            self.weights.forget()
+            self.weights = LiveWeights(self._control.models(runner), self._who)
+            self._runner = runner
 
     def _overwrite(self) -> None:
         def run() -> None:
@@ -128,6 +143,8 @@ class RankSession:
         if self._connection is not None:
             self._connection = None
             self._disconnected = "its weights' memory was released since"
+        if not self._control.backs_weights_up:
+            self._unsound.add(None, "their memory was released, and came back empty")
         self.weights.forget()
 
     def disconnect(self, token: str) -> None:
@@ -197,6 +214,7 @@ class RankSession:
         if not self._vote(problem is None):
             self._was_paused = was_paused
             why = problem or "on another rank"
+            self._unsound.add(None, f"a refused sync could not be undone: {why}")
             self._weights_are.on("tear", detail=f"a refused sync could not be undone: {why}")
             logger.error("%s is dirty and stays paused: %s", self._who, self._weights_are.detail)
         elif self._control.paused and not was_paused:
@@ -205,7 +223,7 @@ class RankSession:
     def refuse(self, request: SyncRequest) -> None:
         """Raises EngineStateError if ``request`` cannot begin now."""
         if request.purpose == "connect":  # what a model is made of does not change later
-            self._control.refuse_unsupported_model()
+            self._control.refuse_unsupported_model(request.runner)
         if self._request is not None:
             raise EngineStateError(
                 f"{self._who} is in sync {self._request.sync_id} of {self._request.owner}"
@@ -217,6 +235,15 @@ class RankSession:
                 f"{self._who}: memory is released ({', '.join(sorted(tags))}); resume it first"
             )
         self._refuse_strangers(request)
+        if request.purpose == "connect":
+            self._control.models(request.runner)
+        elif request.runner != self._runner:
+            raise ReconnectError(
+                f"{self._who} was connected for runner {self._runner!r}, and is asked for a sync of "
+                f"{request.runner!r}; connect again"
+            )
+        if request.purpose == "sync" and self.weights.recording is not None:
+            self._unsound.refuse(self.weights.recording.kept, request.runner)
         if self._weights_are.state == "current" and self._control.session_open:
             raise EngineStateError(
                 f"{self._who}: somebody else has a weight-update session open; end it first"
@@ -320,6 +347,7 @@ class RankSession:
                 self.weights.apply_constants()
                 self.weights.compute()
                 self._control.synchronize()
+                self._ended = True
                 self._control.end_session()
             self._control.synchronize()
 
@@ -363,6 +391,7 @@ class RankSession:
     def _end_unchanged(self) -> None:
         """The end of a session in which nothing was written."""
         if self._control.session_open:
+            self._ended = True
             self._control.end_session(changed=False)
 
     def _agree(self, problem: RdtError | None, broken: bool = True) -> None:
@@ -400,6 +429,13 @@ class RankSession:
         return self._weights_are.state
 
     def _finish(self, event: Event, **what: str) -> None:
+        recording = self.weights.recording
+        if event == "tear":
+            # What was being written; all of them where post-load processing went wrong.
+            written = {w.source for w in recording.wants} if recording and not self._ended else None
+            self._unsound.add(written, what["detail"], self._runner)
+        elif event == "commit" and recording is not None:
+            self._unsound.clear(self._runner)
         self._request = None
         self._weights_are.on(event, **what)
         self._gate.release()

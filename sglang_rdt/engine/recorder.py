@@ -38,7 +38,7 @@ from sglang_rdt.tracing import Tracer, constant_of, filled_with, storage_key
 _aten = torch.ops.aten
 
 
-def describe_tensors(model: torch.nn.Module) -> tuple[list[ParamSpec], dict[str, torch.Tensor]]:
+def describe_tensors(model: Any) -> tuple[list[ParamSpec], dict[str, torch.Tensor]]:
     """Specs and live tensors of all parameters and buffers, tied ones under every name."""
     specs: list[ParamSpec] = []
     tensors: dict[str, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_rdt.engine import pipeline, quantised
+from sglang_rdt.engine import pipeline, quantised, runners
 from sglang_rdt.errors import EngineBusyError, EngineStateError
 
 # On a batch in SGLang's queue whose result was taken out of turn.
@@ -42,6 +42,10 @@ class SchedulerControl:
         """The served model of this rank."""
         return self.scheduler.tp_worker.model_runner.model
 
+    def models(self, runner: str) -> Any:
+        """What a sync of ``runner`` is about, see :func:`sglang_rdt.engine.runners.select`."""
+        return runners.select(self.scheduler, runner, self._who)
+
     @property
     def device(self) -> torch.device:
         """Where the model's parameters live."""
@@ -51,6 +55,18 @@ class SchedulerControl:
     def has_session(self) -> bool:
         """SGLang >= 0.5.21."""
         return hasattr(self.scheduler.weight_updater, "begin_weight_update")
+
+    @property
+    def starts_empty(self) -> bool:
+        """Whether the engine was started without weights, to be filled by a sync."""
+        given = getattr(self.scheduler.server_args, "load_format", "")
+        return str(getattr(given, "value", given)) == "dummy"
+
+    @property
+    def backs_weights_up(self) -> bool:
+        """Whether weights whose memory was given back are what they were when it is resumed."""
+        args = self.scheduler.server_args
+        return bool(getattr(args, "enable_weights_cpu_backup", False))
 
     @property
     def paused(self) -> bool:
@@ -149,30 +165,55 @@ class SchedulerControl:
         finally:
             self.scheduler.waiting_queue = waiting
 
-    def refuse_unsupported_model(self) -> None:
-        """Raises EngineStateError for weights that cannot be loaded again, naming them all."""
-        problems = quantised.problems(self.model)
-        if hasattr(self.model, "original_weights_rebuild_keys"):
+    def refuse_unsupported_model(self, runner: str = "target") -> None:
+        """Raises EngineStateError for weights that cannot be loaded again, naming them all.
+
+        Args:
+            runner: what is to be synced.
+        """
+        problems = [
+            problem
+            for _, model, _ in runners.models(self.scheduler, runner)
+            for problem in self._problems(model)
+        ]
+        if problems:
+            raise EngineStateError(
+                f"{self._who}: its weights cannot be loaded again: {'; '.join(problems)}"
+            )
+
+    def _problems(self, model: torch.nn.Module) -> list[str]:
+        problems = quantised.problems(model)
+        if hasattr(model, "original_weights_rebuild_keys"):
             problems.append("load_format=flash_rl quantises in its own loader; start without it")
         with contextlib.suppress(ImportError):  # since 0.5.17
             from sglang.srt.model_executor.model_runner_components.weight_updater import (
                 _unsupported_derived_weight_cache_error as derived_weight_error,
             )
 
-            problems += [why for why in [derived_weight_error(self.model)] if why]
-        if problems:
-            raise EngineStateError(
-                f"{self._who}: its weights cannot be loaded again: {'; '.join(problems)}"
-            )
+            problems += [why for why in [derived_weight_error(model)] if why]
+        return problems
 
-    def begin_session(self, selector: str = "all") -> None:
+    def begin_session(self, selector: str = "target") -> None:
         """Brings packed weights into their loadable form; nothing if a session is open.
+
+        Args:
+            selector: whose, in SGLang's words: ``target``, ``draft`` or ``all``.
+
+        Raises:
+            EngineStateError: a session of other models is open.
 
         What ``weight_updater.begin_weight_update`` does, without its barrier: the ranks vote
         afterwards, and a barrier would keep the others waiting for one that failed.
         Source: sglang/srt/managers/scheduler_components/weight_updater.py, 0.5.21 to 0.5.23.
         """
-        if not self.has_session or self.session_open:
+        if not self.has_session:
+            return
+        if self.session_open:
+            other = self.scheduler.weight_updater._session.selector
+            if other not in (selector, "all"):
+                raise EngineStateError(
+                    f"{self._who}: a session of {other!r} is open; only a sync of that can end it"
+                )
             return
         from sglang.srt.managers.scheduler_components.weight_updater import _WeightUpdateSession
 

@@ -10,6 +10,7 @@ from sglang_rdt.engine.states import State
 from sglang_rdt.errors import EngineStateError
 
 PAUSE_MODES = ("retract", "in_place")
+RUNNERS = ("target", "draft", "both")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class SyncRequest:
     ``owner``: host and process of the coordinator, for messages. ``connection``: the one to make
     (``connect``) or to use (``sync``). ``replaces``: token of the trainer that this connection may
     replace. ``overwrite``: fill everything that is to be written with a pattern first, so that
-    nothing passes for copied that was not.
+    nothing passes for copied that was not. ``runner``: which of the engine's models it is about.
     """
 
     sync_id: str
@@ -56,6 +57,7 @@ class SyncRequest:
     connection: Connection | None = None
     replaces: str | None = None
     overwrite: bool = False
+    runner: Literal["target", "draft", "both"] = "target"
 
 
 # What settings allow, and what threads can wait.
@@ -72,6 +74,7 @@ def check(request: SyncRequest) -> None:
     for name, choices in (
         ("purpose", ("connect", "sync")),
         ("pause_mode", PAUSE_MODES),
+        ("runner", RUNNERS),
         ("flush", (True, False)),
         ("overwrite", (True, False)),
     ):

@@ -58,8 +58,9 @@ def union_of_specs(
 
 def check_sizes(layout: EngineRankLayout, specs: Mapping[str, TensorSpec]) -> list[str]:
     """What the loader writes, and from where, has sizes and dtypes that memory can have."""
-    wanted = {w.param for w in layout.recording.wants}
-    sources = {w.source for w in layout.recording.wants}
+    wants = layout.recording.whole().wants
+    wanted = {w.param for w in wants}
+    sources = {w.source for w in wants}
     written = [p for p in layout.params if p.name in wanted]
     all_of: list[ParamSpec | TensorSpec] = [*written]
     all_of += [spec for name, spec in specs.items() if name in sources]
@@ -167,23 +168,27 @@ def check_rank(
     Parameters that share memory (tied weights) count as one. Buffers count only where the loader
     writes them. Constants are no more than the padding that the model's layout asks for, unless
     ``allow_padding``: a loader that fills up a tensor that is too small would hide a mistake.
+
+    With a name filter, what it keeps counts: elements stay as they are where HF tensors that are
+    not synced, and nothing else, would fill them.
     """
     who = str(layout.rank)
+    recording = layout.recording.whole()
     params = {p.name: p for p in layout.params}
     problems: list[str] = []
     # One memory region per distinct view: tied parameters are one target with several names.
     region = {p.name: (p.storage, p.offset, p.shape, p.stride) for p in layout.params}
     parts: dict[tuple, list[tuple[Slice, str]]] = defaultdict(list)
-    for want in layout.recording.wants:
+    for want in recording.wants:
         problems += _check_want(want, params, specs, who)
         if want.param in region:
             parts[region[want.param]].append((want.dst, want.source))
-    for constant in layout.recording.constants:
+    for constant in recording.constants:
         if constant.param not in params:
             problems.append(f"{who}: the loader fills {constant.param}, which is no parameter")
             continue
         parts[region[constant.param]].append((constant.dst, f"the constant {constant.value:g}"))
-    for one in layout.recording.computed:
+    for one in recording.computed:
         problems += _check_computed(one, params, layout.recording, who)
         label = f"what the loader computes of {', '.join(one.sources)}"
         for write in one.writes:
@@ -205,12 +210,13 @@ def check_rank(
 def _check_computed(
     one: Computed, params: Mapping[str, ParamSpec], recording: Recording, who: str
 ) -> list[str]:
-    """Everything that goes in is pulled whole (what is pulled there is checked like all wants)."""
+    """Everything that goes in is pulled whole (what is pulled there is checked like all wants),
+    unless it is kept."""
     pulled = {want.param for want in recording.wants}
     return [
         f"{who}: {', '.join(one.params)}: {name} goes in, and is not pulled"
         for name in one.sources
-        if scratch_name(name) not in pulled
+        if scratch_name(name) not in pulled and one not in recording.kept.computed
     ] + [
         f"{who}: {write.param} is computed of {', '.join(one.sources)}, and is no parameter"
         for write in one.writes
@@ -219,11 +225,12 @@ def _check_computed(
 
 
 def _check_padding(layout: EngineRankLayout, who: str) -> list[str]:
+    recording = layout.recording.whole()
     filled: dict[str, int] = defaultdict(int)
-    for constant in layout.recording.constants:
+    for constant in recording.constants:
         filled[constant.param] += constant.dst.numel
     sources: dict[str, set[str]] = defaultdict(set)
-    for want in layout.recording.wants:
+    for want in recording.wants:
         sources[want.param].add(want.source)
     return [
         f"{who}: {name}: the loader fills {count} elements with a constant where the model has "
@@ -303,7 +310,7 @@ def replica_of(rank: EngineRank) -> int:
 def check_engine(layouts: Sequence[EngineRankLayout], specs: Mapping[str, TensorSpec]) -> list[str]:
     """Every element of every HF tensor is used by at least one rank of this engine; of each
     replica, if it has several. The ranks of one pipeline stage use a part only, and those of all
-    stages together everything."""
+    stages together everything. What a name filter keeps need not be used: nothing is made of it."""
     replicas: dict[int, list[EngineRankLayout]] = defaultdict(list)
     for layout in layouts:
         replicas[replica_of(layout.rank)].append(layout)
@@ -320,12 +327,14 @@ def _check_replica(
     layouts: Sequence[EngineRankLayout], specs: Mapping[str, TensorSpec], engine: str
 ) -> list[str]:
     used: dict[str, list[Slice]] = defaultdict(list)
+    kept: set[str] = set()
     for layout in layouts:
+        kept |= layout.recording.kept.names
         for want in layout.recording.wants:
             used[want.source].append(want.src)
     problems = []
     for name, spec in specs.items():
-        if spec.numel == 0:
+        if spec.numel == 0 or name in kept:
             continue
         if name not in used:
             problems.append(

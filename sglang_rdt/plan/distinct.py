@@ -64,7 +64,7 @@ def distinct_layouts(
                 for p in layout.params
             ]
             one = layout.recording
-            flat = [wants, one.constants, one.padding, one.computed, params]
+            flat = [wants, one.constants, one.padding, one.computed, one.kept, params]
             bucket = seen[hash(wants)]
             number = next((n for known, n in bucket if known == flat), None)
         except (AttributeError, TypeError, ValueError):

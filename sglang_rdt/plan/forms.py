@@ -23,6 +23,7 @@ from sglang_rdt.plan.specs import (
     EngineRank,
     EngineRankLayout,
     Hold,
+    Kept,
     ParamSpec,
     RankId,
     Recording,
@@ -238,18 +239,29 @@ def check_layout(layout: EngineRankLayout) -> list[str]:
     who, recording = str(layout.rank), layout.recording
     if type(recording) is not Recording or type(recording.padding) is not dict:
         return [f"{who}: {brief(recording)} is no Recording"]
+    kept = recording.kept
+    if (
+        type(kept) is not Kept
+        or type(kept.names) is not frozenset
+        or not all(type(name) is str for name in kept.names)
+    ):
+        return [f"{who}: {brief(kept)} is nothing that a filter keeps"]
     problems: list[str] = []
     for items, kind in (
         (layout.params, ParamSpec),
         (recording.wants, Want),
         (recording.constants, Constant),
         (recording.computed, Computed),
+        (kept.wants, Want),
+        (kept.constants, Constant),
+        (kept.computed, Computed),
     ):
         why = _listed(items, kind, who)
         if why:
             problems.append(why)
     if problems:
         return problems
+    recording = recording.whole()
     names: set[str] = set()
     for param in layout.params:
         why = _why_no_param(param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sglang_rdt.plan.slices import Slice
 
@@ -152,17 +152,43 @@ def is_scratch(param: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What a sync leaves as it is, because a name filter says so or because it belongs to another
+    model: ``names`` of HF tensors, and what the loader would do with them."""
+
+    names: frozenset[str] = frozenset()
+    wants: tuple[Want, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    computed: tuple[Computed, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     """Everything that one engine rank's ``load_weights`` does with a set of HF tensors.
 
     ``padding``: parameter -> how many of its elements the model's layout leaves to constants
     (rows that pad a vocabulary). A loader that fills more got a tensor that is too small.
+    ``kept``: what is not done in a sync, see :mod:`sglang_rdt.plan.selection`; ``wants`` and
+    ``constants`` are without it.
     """
 
     wants: tuple[Want, ...]
     constants: tuple[Constant, ...] = ()
     padding: dict[str, int] = field(default_factory=dict)
     computed: tuple[Computed, ...] = ()
+    kept: Kept = Kept()
+
+    def whole(self) -> Recording:
+        """With what is kept: all that the loader does."""
+        kept = self.kept
+        if not (kept.wants or kept.constants or kept.computed):
+            return self
+        return replace(
+            self,
+            wants=self.wants + kept.wants,
+            constants=self.constants + kept.constants,
+            computed=self.computed + kept.computed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +208,7 @@ class EngineRank:
     """One SchedulerActor: who it is, where it runs, what it holds.
 
     ``instance`` changes with every start of the engine: a restarted engine is a new one.
+    ``runners``: which models it has, and which tensors drafts share with the target.
     """
 
     engine: str
@@ -200,6 +227,7 @@ class EngineRank:
     package_version: str = ""
     weight_version: str = ""
     state: str = "current"
+    runners: str = "target"
 
     def __str__(self) -> str:
         return f"{self.engine} {self.rank}"

@@ -18,6 +18,7 @@ from torch import nn
 from sglang_rdt.engine import quantised
 from sglang_rdt.engine.live_weights import LiveWeights
 from sglang_rdt.engine.recorder import record_load
+from sglang_rdt.errors import RecordError
 from sglang_rdt.plan import coverage
 from sglang_rdt.plan.specs import EngineRankLayout, TensorSpec
 from tests.pure.builders import engine_rank
@@ -173,6 +174,28 @@ def test_all_of_it_is_covered_and_nothing_is_served_that_was_not_synced(fp8: Any
         replace(recording, wants=tuple(w for w in recording.wants if w.source != "up.1")),
     )
     assert any("up.weight" in problem for problem in coverage.check_rank(short, specs))
+
+
+def test_a_name_filter_leaves_whole_layers_alone_and_nothing_less(fp8: Any) -> None:
+    model = loaded(fp8, 0)
+    weights = LiveWeights(model, "here")
+    before = contents(model)
+    weights.record(SPECS, ["w13", "w2", "norm"])
+    sync(weights, model, 1, session=True)
+    new, now = contents(loaded(fp8, 1)), contents(model)
+    assert {name for name in now if now[name] == before[name]} == {
+        "norm",
+        *(name for name in now if name.startswith("experts.")),
+    }
+    assert {name for name in now if now[name] == new[name]} >= {"up.weight", "up.weight_scale"}
+    for part in (["up.1"], ["w2"]):
+        with pytest.raises(RecordError, match=r"quantises as a whole: (up|experts): sync all of"):
+            weights.record(SPECS, part)
+    # A bias is not quantised.
+    weights.record(SPECS, ["up.0", "up.1"])
+    sync(weights, model, 2, session=True)
+    assert contents(model)["up.weight"] == new["up.weight"]
+    assert contents(model)["up.bias"] == contents(loaded(fp8, 2))["up.bias"]
 
 
 def test_a_session_that_loads_nothing_changes_nothing(fp8: Any) -> None:

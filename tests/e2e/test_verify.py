@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 
 from sglang_rdt.demo import proof
 from sglang_rdt.demo.trainer import Layout
-from sglang_rdt.errors import EngineStateError, SyncError
+from sglang_rdt.errors import EngineStateError, PlanError, SyncError
+from sglang_rdt.plan import report as report_module
 from tests.e2e.conftest import DENSE_TP2, EnginePool, TrainerPool
-from tests.e2e.steps import SETTINGS, assert_engine_holds
+from tests.e2e.steps import SETTINGS, assert_engine_holds, assert_engine_serves
 
 pytestmark = pytest.mark.e2e
 
@@ -171,3 +176,93 @@ def test_a_second_trainer_waits_for_the_end_of_the_first(
     trainers.forget(Layout().world)
     assert set(first.on_all(attempt, "mine once more")) == {""}
     assert_engine_holds(MODEL, first.weights(), served)
+
+
+# Whole parameters, a slice of a fused one (of q, k and v), and one with a padded vocabulary.
+FROZEN = ("*.mlp.*", "*.k_proj.weight", "model.embed_tokens.weight")
+
+
+def assert_report(
+    found: report_module.Report, mode: str, live: Sequence[dict[str, Any]], nbytes: int
+) -> None:
+    """Every byte of every parameter goes one way, and what moves is what was moved."""
+    assert found.mode == mode
+    assert found.moved == nbytes
+    for rank, weights in enumerate(live):
+        here = [line for line in found.lines if line.rank.endswith(f"tp{rank}")]
+        sizes: dict[str, int] = {}
+        for line in here:
+            sizes[line.param] = sizes.get(line.param, 0) + line.nbytes
+            assert line.way in ("direct", "staged", "kept") or mode == "bucketed"
+        for name, tensor in weights.items():
+            if "rotary" not in name:
+                assert sizes[name] == tensor.numel() * tensor.element_size(), name
+        fused = {line.way: line.sources for line in here if "1.self_attn.qkv_proj" in line.param}
+        assert fused.pop("kept") == ("model.layers.1.self_attn.k_proj.weight",)
+        (moved,) = fused.values()
+        assert sorted(name.split(".")[-2] for name in moved) == ["q_proj", "v_proj"]
+    assert found.totals()["kept"][1] > 0
+
+
+@pytest.mark.parametrize(("mode", "verify"), [("direct", "equal"), ("bucketed", "checksum")])
+def test_what_is_frozen_stays_as_it_is(
+    mode: Any, verify: Any, engines: EnginePool, trainers: TrainerPool, tmp_path: Path
+) -> None:
+    served = engines.get(DENSE_TP2)
+    group = trainers.get(MODEL, Layout(tp=2), seed=61)
+    settings = SETTINGS.replace(mode=mode, verify=verify)
+    group.attach(settings, on_step=False, engines=[served.address])
+    assert set(group.on_all(attempt, "whole")) == {""}
+    old, before = group.weights(), served.weights()
+    for _ in range(2):
+        numbers, _ = group.step()
+        assert numbers["updated"]
+    new = group.weights()
+    frozen = {n for n in new if any(fnmatchcase(n, pattern) for pattern in FROZEN)}
+    assert len(frozen) == 2 * 4 + 1
+    assert all(not torch.equal(old[n], new[n]) for n in frozen), "or nothing would be proved"
+
+    group.attach(
+        settings.replace(plan_report=str(tmp_path / "plan.json")),
+        on_step=False,
+        engines=[served.address],
+        exclude=list(FROZEN),
+    )
+    chosen = {str(sorted(c.selection.kept)) for c in group.on_all(lambda r: r.sync.connect())}
+    assert chosen == {str(sorted(frozen))}
+    reports = group.on_all(lambda rank: rank.sync.sync("part"))
+    for report in reports:
+        assert report.verified == verify
+        assert f"kept {len(frozen)} of {len(new)} HF tensors, " in report.line()
+        assert report.selection.kept_bytes == sum(2 * new[n].numel() for n in frozen)
+    state = {n: old[n] if n in frozen else new[n] for n in new}
+    assert_engine_holds(MODEL, state, served)
+    assert_engine_serves(MODEL, state, served, "part", tmp_path / "part")
+    for was, now in zip(before, served.weights(), strict=True):
+        for name in was:
+            alone = ".mlp." in name or "embed_tokens" in name or "rotary" in name
+            assert torch.equal(was[name], now[name]) == alone, name
+    assert_report(report_module.load(tmp_path / "plan.json"), mode, before, reports[0].nbytes)
+
+    # Without the filter, all of it comes.
+    group.attach(settings, on_step=False, engines=[served.address])
+    assert set(group.on_all(attempt, "whole again")) == {""}
+    assert_engine_holds(MODEL, new, served)
+
+
+def test_a_filter_of_nothing_is_refused_before_the_engine_hears_of_it(
+    engines: EnginePool, trainers: TrainerPool
+) -> None:
+    served = engines.get(DENSE_TP2)
+    group = trainers.get(MODEL, Layout(tp=2), seed=62)
+    for how in ({"include": ["*.lora_A.*"]}, {"exclude": ["*"]}, {"exclude": ["lm_haed.*"]}):
+        group.attach(SETTINGS, on_step=False, engines=[served.address], **how)
+        with pytest.raises(PlanError, match="name filter") as caught:
+            group.on_all(lambda rank: rank.sync.sync("nothing"))
+        assert next(iter(how.values()))[0] in str(caught.value)
+    assert served.engine.state() == ("current", "")
+    group.attach(SETTINGS, on_step=False, engines=[served.address], runner="draft")
+    with pytest.raises(EngineStateError, match="no draft model that can be updated"):
+        group.on_all(lambda rank: rank.sync.sync("nothing"))
+    assert served.engine.state() == ("current", "")
+    assert {rank.runners for rank in served.engine.ranks} == {"target"}

@@ -19,6 +19,7 @@ from sglang_rdt.engine.actor import RdtSchedulerActor
 from sglang_rdt.engine.loop_gate import LoopGate
 from sglang_rdt.engine.rank_session import RankSession
 from sglang_rdt.engine.recorder import record_load
+from sglang_rdt.engine.runners import Models
 from sglang_rdt.engine.sync_request import RankStatus, SyncRequest
 from sglang_rdt.errors import EngineStateError
 from sglang_rdt.plan.specs import TensorSpec
@@ -139,6 +140,9 @@ class Control:
         self.scheduler = SimpleNamespace(weight_updater=SimpleNamespace(offload_tags=set()))
         self.device = torch.device("cpu")
         self.paused = self.session_open = False
+        self.starts_empty = self.backs_weights_up = False
+        self.drafts: list[torch.nn.Module] = []
+        self.selectors: list[str] = []
         self.version = "v0"
         self.log: list[str] = []
         self.fail: dict[str, Exception] = {}
@@ -151,7 +155,7 @@ class Control:
             raise self.fail.pop(what)
         self.log.append(what)
 
-    def refuse_unsupported_model(self) -> None:
+    def refuse_unsupported_model(self, runner: str = "target") -> None:
         if "unsupported" in self.fail:
             raise self.fail.pop("unsupported")
 
@@ -176,7 +180,16 @@ class Control:
     def synchronize(self) -> None:
         self._do("synchronize")
 
-    def begin_session(self, selector: str = "all") -> None:
+    def models(self, runner: str) -> Any:
+        if runner != "target" and not self.drafts:
+            raise EngineStateError(f"rank {self.rank} has no draft")
+        if runner == "target":
+            return self.model
+        parts = [("", self.model)] if runner == "both" else []
+        return Models([*parts, *(("draft:", draft) for draft in self.drafts)], self.model)
+
+    def begin_session(self, selector: str = "target") -> None:
+        self.selectors.append(selector)
         if not self.has_session or self.session_open:
             return
         self._do("begin_session")

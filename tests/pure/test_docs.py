@@ -24,6 +24,8 @@ DOCUMENTS = [
     "README.md",
     "benchmarks/README.md",
     "docs/architecture.md",
+    "docs/families.md",
+    "docs/parts.md",
     "docs/placement.md",
     "docs/security.md",
     "docs/settings.md",

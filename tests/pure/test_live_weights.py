@@ -263,3 +263,25 @@ def test_a_loader_that_does_something_else_in_a_sync_is_an_error(norm: LiveWeigh
     norm._model.load_weights = lambda weights: list(weights)  # type: ignore[assignment]
     with pytest.raises(RecordError, match="plus_one"):
         norm.compute()
+
+
+def test_what_a_filter_keeps_is_left_alone(weights: LiveWeights) -> None:
+    model = model_of(weights)
+    model.w.data.copy_(torch.arange(24.0).view(6, 4))
+    before = model.w.clone()
+    recording = weights.record(SPECS, ["w"])
+    assert {w.param for w in recording.wants} == {"bias"}
+    assert weights.overwrite() == 12
+    weights.apply_constants()
+    assert torch.equal(model.w, before)
+    assert not torch.equal(model.bias, torch.zeros(3))
+    assert set(weights.checksums()) == {"bias"}
+    # The other way round, its constants are set.
+    weights.record(SPECS, ["b"])
+    bias = model.bias.clone()
+    assert weights.overwrite() == 48
+    weights.apply_constants()
+    assert set(weights.checksums()) == {"w"}
+    assert torch.equal(model.w[:, 0], torch.ones(6))
+    assert torch.equal(model.w[:, 3], torch.zeros(6))
+    assert torch.equal(model.bias, bias)

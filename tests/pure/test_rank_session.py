@@ -1111,3 +1111,92 @@ def test_a_rank_that_loses_the_others_is_gone(fragile: Engine) -> None:
         "engine tp0: another rank of the engine is gone (Connection closed by peer)"
     )
     assert fragile.states[0] == "gone"
+
+
+# A name filter
+
+
+def connect_filtered(engine: Engine, sync_id: str, *kept: str) -> None:
+    assert good(engine.begin(sync_id, "connect", pause_mode="in_place", flush=False))
+    assert good(engine.call("record_load", sync_id, SPECS, kept))
+    assert good(engine.call("end_sync", sync_id, None))
+    engine.settle()
+
+
+def half_sync(engine: Engine, sync_id: str, version: str) -> None:
+    """Of ``e`` alone."""
+    where = Target("e", rect((3, 2), (0, 2)), "float32", 0)
+    assert good(engine.begin(sync_id))
+    assert good(engine.call("pull_weights", [[NEW_E]], [where], sync_id))
+    assert good(engine.call("finalise", sync_id, False))
+    assert good(engine.call("end_sync", sync_id, version))
+    engine.settle()
+
+
+def test_a_filter_keeps_nothing_that_is_torn(engine: Engine) -> None:
+    connect(engine)
+    make_dirty(engine)
+    connect_filtered(engine, "c2", "w")
+    for error in engine.begin("s2"):
+        assert isinstance(error, EngineStateError)
+        assert "the name filter keeps w, which cannot be relied on: sync s0 failed" in str(error)
+    assert engine.states == ["dirty", "dirty"]
+    # All of it once makes it whole; then the filter may keep what it wants.
+    connect_filtered(engine, "c3")
+    full_sync(engine, "s3")
+    connect_filtered(engine, "c4", "w")
+    half_sync(engine, "s4", "v2")
+    assert engine.states == ["current", "current"]
+
+
+def test_what_a_filtered_sync_tears_the_next_one_mends(engine: Engine) -> None:
+    connect_filtered(engine, "c1", "w")
+    assert good(engine.begin("s1"))
+    where = Target("e", rect((3, 2), (0, 2)), "float32", 0)
+    (torn,) = engine.call("pull_weights", [[TransportError("link down")]], [where], "s1", ranks=[1])
+    assert isinstance(torn, TransportError)
+    assert engine.call("abort_sync", "s1", "torn") == ["dirty", "dirty"]
+    # Only ``e`` was being written: a filter that keeps that one instead is refused.
+    connect_filtered(engine, "c2", "e")
+    for error in engine.begin("s2"):
+        assert "the name filter keeps e, which cannot be relied on" in str(error)
+    connect_filtered(engine, "c3", "w")
+    half_sync(engine, "s3", "v2")
+    assert engine.states == ["current", "current"]
+
+
+def test_post_load_processing_that_fails_leaves_nothing_to_be_kept(engine: Engine) -> None:
+    connect_filtered(engine, "c1", "w")
+    engine.ranks[0].control.fail["end_session"] = RuntimeError("packing")
+    assert good(engine.begin("s1"))
+    assert not good(engine.call("finalise", "s1", False))
+    assert engine.states == ["dirty", "dirty"]
+    for error in engine.begin("s2"):
+        assert "the name filter keeps w, which cannot be relied on" in str(error)
+
+
+@pytest.mark.parametrize("backed_up", [False, True])
+def test_a_filter_keeps_nothing_whose_memory_was_released(engine: Engine, backed_up: bool) -> None:
+    connect(engine)
+    full_sync(engine, "s1")
+    for rank in engine.ranks:
+        rank.control.backs_weights_up = backed_up
+        rank.session.memory_released()
+    connect_filtered(engine, "c2", "w")
+    if not backed_up:
+        for error in engine.begin("s2"):
+            assert "w, which cannot be relied on: their memory was released" in str(error)
+        connect_filtered(engine, "c3")
+        full_sync(engine, "s3")
+        connect_filtered(engine, "c4", "w")
+    half_sync(engine, "s5", "v2")
+
+
+def test_an_engine_without_weights_needs_all_of_them_once(engine: Engine) -> None:
+    for rank in engine.ranks:
+        rank.session._unsound.add(None, "the engine was started with load_format dummy")
+    connect_filtered(engine, "c1", "w")
+    for error in engine.begin("s1"):
+        assert "load_format dummy. Sync once without a filter" in str(error)
+    connect_filtered(engine, "c2")
+    full_sync(engine, "s2")

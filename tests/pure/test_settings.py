@@ -97,6 +97,12 @@ def test_bad_values_are_named(name: str, text: str) -> None:
         ("log_level", "DEBUG", "debug"),
         ("enabled", "0", False),
         ("allow_cast", "yes", True),
+        (
+            "include",
+            " *.q_proj.weight, model.norm.weight ,",
+            ("*.q_proj.weight", "model.norm.weight"),
+        ),
+        ("exclude", "", ()),
     ],
 )
 def test_good_values(name: str, text: str, value: object) -> None:
@@ -123,7 +129,11 @@ VALUES = {
     "hf_config": st.none() | TEXT,
     "ray_address": TEXT,
     "mode": st.sampled_from(["auto", "direct", "bucketed"]),
+    "include": st.lists(TEXT, max_size=3).map(tuple),
+    "exclude": st.lists(TEXT, max_size=3).map(tuple),
+    "runner": st.sampled_from(["target", "draft", "both"]),
     "link_costs": st.none() | TEXT,
+    "plan_report": st.none() | TEXT,
     "nixl_threads": st.integers(0, 64),
     "bucket_bytes": st.integers(1 << 16, 1 << 50),
     "verify": st.sampled_from(["off", "checksum", "equal"]),

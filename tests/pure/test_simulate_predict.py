@@ -200,7 +200,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
 def test_without_simulate_there_is_nothing_yet() -> None:
     result = cli("--model", "qwen3-8b")
     assert result.exit_code == 2
-    assert "only --simulate exists for now" in result.output
+    assert "give either --report FILE or --simulate" in result.output
 
 
 @pytest.mark.parametrize(
