@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,35 +46,36 @@ class HoldingsBuilder:
     def add(
         self,
         name: str,
-        parameter: torch.Tensor,
-        shard: int,
+        own: Mapping[int, torch.Tensor],
         tracer: Tracer,
         converted: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        """One parameter of this rank.
+        """One parameter of this rank, or those that one conversion takes together.
 
         Args:
             name: for messages.
-            parameter: the live tensor.
-            shard: which of the tracer's leaves it is.
+            own: which of the tracer's leaves is which live tensor.
             converted: (HF name, meta tensor) that the conversion made under ``tracer``.
 
         Raises:
-            ExportError: the parameter is no plain tensor in memory, or an HF tensor is not made
+            ExportError: a parameter is no plain tensor in memory, or an HF tensor is not made
                 of slices of it; names both.
         """
-        check_plain(name, parameter)
-        block = self._block(name, parameter)
-        self._addresses.append(parameter.data_ptr())
-        offset = int(parameter.storage_offset())
-        dtype = dtype_name(parameter.dtype)
+        places: dict[int | str, tuple[int, int, str]] = {}
+        for shard, parameter in own.items():
+            check_plain(name, parameter)
+            self._addresses.append(parameter.data_ptr())
+            dtype = dtype_name(parameter.dtype)
+            block = self._block(name, parameter)
+            places[shard] = (block, int(parameter.storage_offset()), dtype)
         for hf_name, tensor in converted:
             try:
                 pieces = tracer.pieces(tensor)
             except ExportError as error:
                 raise ExportError(f"{hf_name} is no slice of {name}: {error}") from None
             for piece in pieces:
-                if piece.origin == shard:
+                if piece.origin in places:
+                    block, offset, dtype = places[piece.origin]
                     local = Slice(offset + piece.src.offset, piece.src.shape, piece.src.stride)
                     self._holds.append(Hold(hf_name, piece.dst, block, local, dtype))
 
