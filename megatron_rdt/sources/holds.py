@@ -10,7 +10,7 @@ import torch
 from megatron_rdt.tracing import Tracer
 from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import ExportError
-from sglang_rdt.plan.slices import Slice
+from sglang_rdt.plan.slices import Slice, contiguous_stride, whole
 from sglang_rdt.plan.specs import Block, Hold
 
 
@@ -78,6 +78,21 @@ class HoldingsBuilder:
                     block, offset, dtype = places[piece.origin]
                     local = Slice(offset + piece.src.offset, piece.src.shape, piece.src.stride)
                     self._holds.append(Hold(hf_name, piece.dst, block, local, dtype))
+
+    def add_copy(self, name: str, hf_name: str, tensor: torch.Tensor) -> None:
+        """An HF tensor that lies in memory of its own, as it is.
+
+        Args:
+            name: for messages.
+        """
+        check_plain(name, tensor)
+        self._addresses.append(tensor.data_ptr())
+        place = Slice(
+            int(tensor.storage_offset()), tuple(tensor.shape), contiguous_stride(tensor.shape)
+        )
+        block = self._block(name, tensor)
+        dtype = dtype_name(tensor.dtype)
+        self._holds.append(Hold(hf_name, whole(tuple(tensor.shape)), block, place, dtype))
 
     def _block(self, name: str, parameter: torch.Tensor) -> int:
         storage = parameter.untyped_storage()

@@ -17,7 +17,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from sglang_rdt.coordinator.phases import PhaseTimer
 
 _METHODS = ("_weight_name_mapping_mcore_to_hf", "_weight_merge_across_tp", "_weight_to_hf_format")
+# Of what bridges compute for direct mode.
+_ALIGNED = 64
+_MOST_COMPUTED = 64 << 20
 _DECODER_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 # megatron-core 0.19 calls it mtp_model_layer.
 _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.")
@@ -66,6 +69,14 @@ class _Local:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.tensor, *self.more)
+
+
+class _Copy(NamedTuple):
+    """An HF tensor that is computed of a parameter, in memory of its own."""
+
+    local: _Local
+    hf_name: str
+    tensor: torch.Tensor
 
 
 def unwrap(module: Any) -> Any:
@@ -115,6 +126,7 @@ class MBridgeSource:
         self._models = models
         self._params: list[_Local] = []
         self._seen: tuple[int, ...] = ()
+        self._copies: list[_Copy] = []
         self._follow()
         self._set_vocabulary(models)
 
@@ -235,6 +247,9 @@ class MBridgeSource:
     def holds(self) -> Holdings:
         """Where the HF tensors lie in this rank's live parameters, without gathering anything.
 
+        Small tensors that a bridge says it computes (norms that scale by 1 + weight) lie in a
+        buffer beside them, which :meth:`refresh` brings up to date.
+
         Learned by tracing the conversion on meta tensors: no memory, no communication. Valid
         until memory moves (see :meth:`addresses`).
 
@@ -244,6 +259,8 @@ class MBridgeSource:
         """
         self._follow()
         builder = HoldingsBuilder()
+        may_compute = getattr(self._bridge, "may_compute", lambda name: False)
+        copies: list[tuple[_Local, list[str]]] = []
         for local in self._params:
             tracer = Tracer()
             shards = [
@@ -266,13 +283,48 @@ class MBridgeSource:
                 i * local.group_size + local.group_rank: tensor
                 for i, tensor in enumerate(local.tensors)
             }
+            if may_compute(local.name):
+                computed = [one for one in converted if not _is_cut_out(tracer, one[1])]
+                converted = [one for one in converted if one not in computed]
+                if computed:
+                    copies.append((local, [name for name, _ in computed]))
             builder.add(local.name, own, tracer, converted)
+        self._copies = self._make_copies(copies)
+        for one in self._copies:
+            builder.add_copy(f"computed of {one.local.name}", one.hf_name, one.tensor)
         return replace(builder.build(), addresses=self.addresses())
+
+    def _make_copies(self, wanted: Sequence[tuple[_Local, list[str]]]) -> list[_Copy]:
+        """One buffer, so that it is registered once, with a place for each computed tensor."""
+        found = []
+        for local, names in wanted:
+            if local.group_size > 1:
+                raise ExportError(f"{local.name} is cut over ranks, and {names[0]} computed of it")
+            values = dict(self._convert(local, [local.tensor.detach()]))
+            found += [(local, name, values[name]) for name in names]
+        sizes = [-(-v.numel() * v.element_size() // _ALIGNED) * _ALIGNED for _, _, v in found]
+        if not found:
+            return []
+        if sum(sizes) > _MOST_COMPUTED:
+            raise ExportError(f"{sum(sizes)} bytes are computed, such as {found[0][1]}")
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=found[0][2].device)
+        copies = []
+        for (local, name, value), part in zip(found, buffer.split(sizes), strict=True):
+            nbytes = value.numel() * value.element_size()
+            place = part[:nbytes].view(value.dtype).view(value.shape)
+            copies.append(_Copy(local, name, place.copy_(value)))
+        return copies
 
     def addresses(self) -> tuple[int, ...]:
         """Which tensors the model has now, and where each begins; compare with
         :attr:`Holdings.addresses`. Cheap enough for every sync."""
         return _places(self._models)
+
+    def refresh(self) -> None:
+        """Computes anew what :meth:`holds` says is computed; once parameters are final."""
+        for one in self._copies:
+            values = dict(self._convert(one.local, [one.local.tensor.detach()]))
+            one.tensor.copy_(values[one.hf_name])
 
     def export(self, timer: PhaseTimer) -> Iterator[tuple[str, torch.Tensor]]:
         """Gathers up to ``gather_bytes`` at a time, all of it in flight at once, then converts."""
@@ -374,6 +426,14 @@ def _as_used(tensor: torch.Tensor, name: str, hidden: int, experts: int) -> torc
     hidden]."""
     fc1 = name.endswith("linear_fc1.weight")
     return tensor.view((experts, hidden, -1) if fc1 else (experts, -1, hidden))
+
+
+def _is_cut_out(tracer: Tracer, tensor: torch.Tensor) -> bool:
+    try:
+        tracer.pieces(tensor)
+    except ExportError:
+        return False
+    return True
 
 
 def _places(models: Sequence[Any]) -> tuple[int, ...]:

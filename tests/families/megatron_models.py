@@ -21,19 +21,29 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=experts\.local_experts\.)(\d+)(?=\.)")
 
 
-def hf_config(name: str) -> Any:
-    """The zoo's config, where Megatron can do the same."""
+def hf_config(name: str, *, tied: bool = False, nolora: bool = False) -> Any:
+    """The zoo's config, where Megatron can do the same.
+
+    Args:
+        tied: one tensor for embedding and head.
+        nolora: latent attention without a down projection of the queries, as Moonlight has it.
+    """
     family = FAMILIES[name]
     config = family.make_config()
+    config.tie_word_embeddings = tied
+    if nolora:
+        config.q_lora_rank = None
     if name == "llama3":
         # megatron-core has this number in its code.
         config.rope_parameters["original_max_position_embeddings"] = 8192
     return config
 
 
-def hf_state(name: str, dtype: torch.dtype, mtp: bool) -> dict[str, Tensor]:
+def hf_state(
+    name: str, dtype: torch.dtype, mtp: bool = False, **config_options: bool
+) -> dict[str, Tensor]:
     """Checkpoint tensors, every one random. Copies of others are copies."""
-    config = hf_config(name)
+    config = hf_config(name, **config_options)
     family = FAMILIES[name]
     state = family.hf_state(SEED, dtype, config, mtp=mtp)
     for key, tensor in state.items():
@@ -63,12 +73,13 @@ class FamilyTrainer(TinyTrainer):
         dtype: torch.dtype = torch.float32,
         mtp: bool = False,
         lr: float = 1e-3,
+        **config_options: bool,
     ) -> None:
         from megatron_rdt import cpu
 
         cpu.install()  # before megatron.core is imported
         self.family, self.layout, self.mtp = name, layout, mtp
-        self.hf_config = hf_config(name)
+        self.hf_config, self._options = hf_config(name, **config_options), config_options
         self.padded_vocab = -(-self.hf_config.vocab_size // 32) * 32
         self.model = SimpleNamespace(vocab=self.hf_config.vocab_size)  # type: ignore[assignment]
         self.rank, self.steps = torch.distributed.get_rank(), 0
@@ -108,7 +119,7 @@ class FamilyTrainer(TinyTrainer):
         )
 
     def _load_initial_weights(self, chunks: list[Any]) -> None:
-        self.load(hf_state(self.family, self._dtype, self.mtp), chunks)
+        self.load(hf_state(self.family, self._dtype, self.mtp, **self._options), chunks)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Without the layers of multi-token prediction, which Megatron runs with labels only."""
@@ -137,6 +148,8 @@ class FamilyTrainer(TinyTrainer):
             live = [*chunk.named_parameters()]
             live += [(n, b) for n, b in chunk.named_buffers() if n.endswith("expert_bias")]
             for raw, tensor in live:
+                if raw == "output_layer.weight" and self.hf_config.tie_word_embeddings:
+                    raw = "embedding.word_embeddings.weight"  # the last stage's copy
                 name = _LAYER.sub(
                     lambda m, c=chunk: (  # type: ignore[misc]
                         f"decoder.layers.{c.decoder.layers[int(m[1])].layer_number - 1}."
@@ -322,7 +335,26 @@ def _block_spec(name: str, c: Any, config: Any) -> Any:
         spec = get_gpt_layer_local_spec(qk_layernorm=False, normalization="RMSNorm")
         spec.module = _sandwich_layer()
         return spec
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm"
+    )
+    if name == "gpt_oss":
+        for spec in block.layer_specs:
+            spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = _own_output()
+    return block
+
+
+def _own_output() -> type:
+    """Megatron adds the bias to the output in place, which autograd forbids where the output is a
+    view: without TP, and not with TransformerEngine's layer."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    class OwnOutput(RowParallelLinear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            out, bias = super().forward(x)
+            return out.clone(), bias
+
+    return OwnOutput
 
 
 def _qwen3_5_layers(c: Any, config: Any) -> list[Any]:

@@ -7,8 +7,8 @@ rank has to gather the others' experts.
 
 Norms scale by 1 + weight in the checkpoint, but for the one behind a gated delta net, which
 scales by its weight. In Megatron all do the same: 1 + weight with ``layernorm_zero_centered_gamma``,
-and weight without. The ones that differ are computed, in the parameter's dtype, so they are no
-slices of live memory.
+and weight without. The ones that differ are computed, in the parameter's dtype: in bfloat16 that
+rounds once, as the checkpoint's own dtype does.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _in_proj(bridge: Any, tensor: torch.Tensor) -> Tensors:
     return list(tensor.split([2 * qk + v, v, heads, heads]))
 
 
-_HEAD_NORM: dict[str, Any] = {"convert": _around_zero}
+_NORM: dict[str, Any] = {"convert": _around_zero, "computed": True}
 _GATE_UP: dict[str, Any] = {"merge": gated, "convert": halves}
 _IN_PROJ: Merge = in_sections(_in_proj_sizes)
 _TEXT = "model.language_model."
@@ -86,30 +86,26 @@ class Qwen35(TableBridge):
     }
     WHOLE: ClassVar[dict[str, Any]] = {
         "embedding.word_embeddings.weight": rule(f"{_TEXT}embed_tokens.weight", merge=rows),
-        "decoder.final_layernorm.weight": rule(f"{_TEXT}norm.weight", convert=_around_zero),
+        "decoder.final_layernorm.weight": rule(f"{_TEXT}norm.weight", **_NORM),
         "output_layer.weight": rule("lm_head.weight", merge=rows),
     }
     MTP: ClassVar[dict[str, Any]] = {
-        "enorm.weight": rule("mtp.pre_fc_norm_embedding.weight", convert=_around_zero),
-        "hnorm.weight": rule("mtp.pre_fc_norm_hidden.weight", convert=_around_zero),
+        "enorm.weight": rule("mtp.pre_fc_norm_embedding.weight", **_NORM),
+        "hnorm.weight": rule("mtp.pre_fc_norm_hidden.weight", **_NORM),
         "eh_proj.weight": rule("mtp.fc.weight", merge=rows),
-        "final_layernorm.weight": rule("mtp.norm.weight", convert=_around_zero),
+        "final_layernorm.weight": rule("mtp.norm.weight", **_NORM),
     }
     LAYER: ClassVar[dict[str, Any]] = {
         # TransformerEngine fuses the norm into whichever mixer is behind it.
-        "self_attention.linear_qkv.layer_norm_weight": rule(
-            "input_layernorm.weight", convert=_around_zero
-        ),
-        "self_attention.in_proj.layer_norm_weight": rule(
-            "input_layernorm.weight", convert=_around_zero
-        ),
+        "self_attention.linear_qkv.layer_norm_weight": rule("input_layernorm.weight", **_NORM),
+        "self_attention.in_proj.layer_norm_weight": rule("input_layernorm.weight", **_NORM),
         "self_attention.linear_qkv.weight": rule(
             *(f"self_attn.{letter}_proj.weight" for letter in "qkv"),
             merge=rows,
             convert=qkv_with_gate,
         ),
-        "self_attention.q_layernorm.weight": rule("self_attn.q_norm.weight", **_HEAD_NORM),
-        "self_attention.k_layernorm.weight": rule("self_attn.k_norm.weight", **_HEAD_NORM),
+        "self_attention.q_layernorm.weight": rule("self_attn.q_norm.weight", **_NORM),
+        "self_attention.k_layernorm.weight": rule("self_attn.k_norm.weight", **_NORM),
         "self_attention.linear_proj.weight": rule("self_attn.o_proj.weight", merge=columns),
         "self_attention.in_proj.weight": rule(
             *(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
@@ -121,12 +117,12 @@ class Qwen35(TableBridge):
         ),
         "self_attention.dt_bias": rule("linear_attn.dt_bias", merge=rows),
         "self_attention.A_log": rule("linear_attn.A_log", merge=rows),
-        "self_attention.out_norm.weight": rule("linear_attn.norm.weight", convert=_around_one),
-        "self_attention.out_proj.weight": rule("linear_attn.out_proj.weight", merge=columns),
-        "pre_mlp_layernorm.weight": rule("post_attention_layernorm.weight", convert=_around_zero),
-        "mlp.linear_fc1.layer_norm_weight": rule(
-            "post_attention_layernorm.weight", convert=_around_zero
+        "self_attention.out_norm.weight": rule(
+            "linear_attn.norm.weight", convert=_around_one, computed=True
         ),
+        "self_attention.out_proj.weight": rule("linear_attn.out_proj.weight", merge=columns),
+        "pre_mlp_layernorm.weight": rule("post_attention_layernorm.weight", **_NORM),
+        "mlp.linear_fc1.layer_norm_weight": rule("post_attention_layernorm.weight", **_NORM),
         "mlp.linear_fc1.weight": rule("mlp.gate_proj.weight", "mlp.up_proj.weight", **_GATE_UP),
         "mlp.linear_fc2.weight": rule("mlp.down_proj.weight", merge=columns),
         "mlp.router.weight": rule("mlp.gate.weight"),

@@ -94,12 +94,14 @@ class Rule:
         merge: shards of the TP (ETP) ranks -> whole parameter; None: every rank has all of it.
         convert: whole parameter -> HF tensors; of a block: all experts, stacked.
         block: all experts of a layer are one HF tensor.
+        computed: ``convert`` may compute; direct mode keeps a copy of the result.
     """
 
     names: tuple[str, ...]
     merge: Merge | None = None
     convert: Convert = as_is
     block: bool = False
+    computed: bool = False
 
 
 def rule(*names: str, merge: Merge | None = None, **more: Any) -> Rule:
@@ -130,6 +132,10 @@ class TableBridge(LLMBridge):
     def is_block(self, name: str) -> bool:
         """Whether all experts of a layer are one HF tensor; ``name`` has no expert's number."""
         return self._rule(name)[0].block
+
+    def may_compute(self, name: str) -> bool:
+        """Whether an HF tensor may be computed of the parameter, and is small."""
+        return self._rule(name)[0].computed
 
     def block_to_hf(
         self, name: str, experts: Sequence[torch.Tensor]
