@@ -167,7 +167,7 @@ class MBridgeSource:
             else:
                 from megatron.core import parallel_state as ps
 
-                group = ps.get_expert_tensor_and_model_parallel_group()
+                group = ps.get_expert_tensor_and_model_parallel_group(check_initialized=False)
             rank = mpu.ep_rank * mpu.etp_size + mpu.etp_rank
             size = mpu.ep_size * mpu.etp_size
             yield _Local(name, tensors[0], group, size, rank, True, False, tuple(tensors[1:]))
@@ -398,7 +398,7 @@ class MBridgeSource:
             for index in range(len(local.tensors)):
                 at = index * local.group_size + ep_rank * mpu.etp_size
                 parts = list(shards[at : at + mpu.etp_size])
-                if mpu.etp_size > 1:
+                if mpu.etp_size > 1 and self._bridge.is_split(local.name):
                     merge = self._expert_bridge._weight_merge_across_tp
                     out.append(merge(local.name, parts, local.tensor))
                 else:

@@ -97,7 +97,17 @@ class MegatronBridgeSource:
             tasks = inner.build_conversion_tasks(bridge.hf_pretrained, self._models)
         else:
             tasks = bridge.get_conversion_tasks(self._models)
-        return [task for task in tasks if task is not None]
+        unknown = sum(task is None for task in tasks)
+        if unknown:
+            # It only logs that, and exports the rest.
+            known = {task.param_name for task in tasks if task is not None}
+            own = (name for model in self._models for name, _ in model.named_parameters())
+            names = [name for name in own if name not in known][:4] or ["those of other stages"]
+            raise ExportError(
+                f"Megatron-Bridge has no mapping for {unknown} parameters, such as "
+                f"{', '.join(names)}; it may know them under TransformerEngine's names only"
+            )
+        return list(tasks)
 
     def _slices(self, tasks: Sequence[Any]) -> Iterator[list[Any]]:
         groups = [getattr(task.mapping, "group_key", None) for task in tasks]

@@ -1,6 +1,6 @@
 """Trains the families' models in one layout, exports them, and says what it found.
 
-Run by ``test_trainer.py``, in processes of its own: Megatron's CPU stand-ins replace parts of
+Run by ``test_trainer_models.py``, in processes of its own: Megatron's CPU stand-ins replace parts of
 torch, and transformers, which judges, shall have the real one.
 
     python -m tests.families.trainer_worker OUT WORLD RANK PORT JOB...

@@ -17,9 +17,11 @@ from megatron_rdt.sources.megatron_bridge import MegatronBridgeSource
 from sglang_rdt.coordinator.phases import PhaseTimer
 from sglang_rdt.errors import ExportError
 
+GPT = torch.nn.Linear(1, 1)
+
 
 def task(name: str, group: str | None = None) -> Any:
-    return SimpleNamespace(name=name, mapping=SimpleNamespace(group_key=group))
+    return SimpleNamespace(name=name, param_name=name, mapping=SimpleNamespace(group_key=group))
 
 
 class Bridge:
@@ -33,8 +35,8 @@ class Bridge:
         self.calls: list[list[str]] = []
 
     def get_conversion_tasks(self, models: list[Any]) -> list[Any]:
-        assert models == ["gpt"]
-        return [task(name, group) for name, group in self.tasks.items()] + [None]
+        assert models == [GPT]
+        return [task(name, group) for name, group in self.tasks.items()]
 
     def export_hf_weights(
         self, models: list[Any], *, cpu: bool, show_progress: bool, conversion_tasks: list[Any]
@@ -55,7 +57,7 @@ def test_slices_do_not_part_what_becomes_one_tensor() -> None:
     bridge = Bridge(
         {"a": None, "e0": "experts", "f0": "down", "e1": "experts", "f1": "down", "b": None}
     )
-    source = MegatronBridgeSource(["gpt"], bridge, tasks_at_once=2)
+    source = MegatronBridgeSource([GPT], bridge, tasks_at_once=2)
     assert [s.name for s in source.specs()] == ["a", "experts", "down", "b"]
     assert bridge.calls == [["a", "e0", "f0", "e1", "f1"], ["b"]]
     assert [n for n, _ in source.export(PhaseTimer())] == ["a", "experts", "down", "b"]
@@ -64,7 +66,7 @@ def test_slices_do_not_part_what_becomes_one_tensor() -> None:
 
 def test_tasks_are_those_of_now() -> None:
     bridge = Bridge({"a": None})
-    source = MegatronBridgeSource(["gpt"], bridge)
+    source = MegatronBridgeSource([GPT], bridge)
     assert len(list(source.export(PhaseTimer()))) == 1
     bridge.tasks["b"] = None
     assert len(list(source.export(PhaseTimer()))) == 2
@@ -74,14 +76,21 @@ def test_padding_of_the_vocabulary_is_cut_off() -> None:
     bridge = Bridge(
         {"model.embed_tokens.weight": None, "lm_head.weight": None, "model.x.weight": None}
     )
-    shapes = [s.shape for s in MegatronBridgeSource(["gpt"], bridge).specs()]
+    shapes = [s.shape for s in MegatronBridgeSource([GPT], bridge).specs()]
     assert shapes == [(6, 2), (6, 2), (8, 2)]
+
+
+def test_a_parameter_without_a_mapping_is_refused_by_name() -> None:
+    bridge = Bridge({"weight": None})
+    bridge.get_conversion_tasks = lambda models: [task("weight"), None]  # type: ignore[method-assign]
+    with pytest.raises(ExportError, match="no mapping for 1 parameters, such as bias;"):
+        MegatronBridgeSource([GPT], bridge).specs()
 
 
 def test_too_small_a_vocabulary_is_refused_by_name() -> None:
     bridge = Bridge({"lm_head.weight": None}, rows=5)
     with pytest.raises(ExportError, match=r"lm_head\.weight has 5 rows, fewer than .* 6"):
-        MegatronBridgeSource(["gpt"], bridge).specs()
+        MegatronBridgeSource([GPT], bridge).specs()
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="says so on older Pythons")
@@ -89,7 +98,7 @@ def test_an_old_python_is_told_so_in_one_sentence() -> None:
     with pytest.raises(
         ExportError, match=r"needs Python 3\.12 and megatron-core 0\.17 .*use MBridgeSource$"
     ):
-        MegatronBridgeSource(["gpt"], SimpleNamespace(vocab_size=6))
+        MegatronBridgeSource([GPT], SimpleNamespace(vocab_size=6))
 
 
 def test_a_missing_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,4 +107,4 @@ def test_a_missing_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
     with pytest.raises(ExportError, match=r"cannot be imported .*install megatron-bridge"):
-        MegatronBridgeSource(["gpt"], SimpleNamespace(vocab_size=6))
+        MegatronBridgeSource([GPT], SimpleNamespace(vocab_size=6))

@@ -126,16 +126,20 @@ class TableBridge(LLMBridge):
         return None
 
     def is_split(self, name: str) -> bool | None:
-        """Whether the parameter is cut over TP (ETP), whatever its attributes say."""
-        return self._rule(name)[0].merge is not None
+        """Whether the parameter is cut over TP (ETP), whatever its attributes say; None: it is
+        unknown, which its conversion will say."""
+        found = self._find(name)[0]
+        return None if found is None else found.merge is not None
 
     def is_block(self, name: str) -> bool:
         """Whether all experts of a layer are one HF tensor; ``name`` has no expert's number."""
-        return self._rule(name)[0].block
+        found = self._find(name)[0]
+        return found is not None and found.block
 
     def may_compute(self, name: str) -> bool:
         """Whether an HF tensor may be computed of the parameter, and is small."""
-        return self._rule(name)[0].computed
+        found = self._find(name)[0]
+        return found is not None and found.computed
 
     def block_to_hf(
         self, name: str, experts: Sequence[torch.Tensor]
@@ -145,6 +149,12 @@ class TableBridge(LLMBridge):
         return _named(found, fields, found.convert(self, torch.stack(list(experts))))
 
     def _rule(self, name: str) -> tuple[Rule, dict[str, str]]:
+        found, fields = self._find(name)
+        if found is None:
+            raise NotImplementedError(f"Unsupported parameter name: {name}")
+        return found, fields
+
+    def _find(self, name: str) -> tuple[Rule | None, dict[str, str]]:
         plain = _EXPERT.match(name)
         fields = {"expert": plain[2]} if plain else {}
         match = _LAYER.match(plain[1] if plain else name)
@@ -155,8 +165,8 @@ class TableBridge(LLMBridge):
             found = (self.LAYER if inner else self.MTP).get(match[3])
             prefix = self.PREFIX.get(match[1], "") if inner else ""
             fields["layer"] = match[2]
-        if found is None or (match is not None and match[1] not in self.PREFIX):
-            raise NotImplementedError(f"Unsupported parameter name: {name}")
+        if match is not None and match[1] not in self.PREFIX:
+            found = None
         return found, {**fields, "prefix": prefix}
 
     def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
