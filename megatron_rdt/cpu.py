@@ -17,6 +17,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import inspect
 import logging
 import sys
 import types
@@ -297,6 +298,37 @@ def _torch_norm(module: types.ModuleType) -> None:
     cls.__new__ = staticmethod(new)
 
 
+def _dot_product_attention(module: types.ModuleType) -> None:
+    """Takes the two sizes that latent attention names.
+
+    ``transformer/dot_product_attention.py`` knows ``kv_channels`` only, and
+    ``transformer/multi_latent_attention.py`` passes ``k_channels`` and ``v_channels`` to it. Models
+    must have ``kv_channels`` set to the size of a value head.
+    """
+    cls = module.DotProductAttention
+    original = cls.__init__
+    if "k_channels" in inspect.signature(original).parameters:
+        return
+
+    @functools.wraps(original)
+    def init(
+        self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any
+    ) -> None:
+        original(self, *args, **kwargs)
+
+    cls.__init__ = init
+
+
+def _latent_attention(module: types.ModuleType) -> None:
+    """Knows that TransformerEngine is not there.
+
+    ``transformer/multi_latent_attention.py``, 0.16: ``HAVE_TE`` is true without it, and
+    ``isinstance(layer, TELinear)``, with None, raises.
+    """
+    if module.HAVE_TE and not isinstance(module.TELinear, type):
+        module.HAVE_TE = False  # type: ignore[attr-defined]
+
+
 def _moe_ops(package: types.ModuleType) -> None:
     """An empty ``paged_stash`` kernel module where there is no triton.
 
@@ -315,8 +347,10 @@ def _moe_ops(package: types.ModuleType) -> None:
 _MEGATRON_HOOKS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.tensor_parallel.mappings": _mappings,
     "megatron.core.tensor_parallel.random": _random,
+    "megatron.core.transformer.dot_product_attention": _dot_product_attention,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
     "megatron.core.transformer.moe.ops": _moe_ops,
     "megatron.core.transformer.moe.token_dispatcher": _token_dispatcher,
+    "megatron.core.transformer.multi_latent_attention": _latent_attention,
     "megatron.core.transformer.torch_norm": _torch_norm,
 }

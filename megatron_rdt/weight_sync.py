@@ -264,6 +264,9 @@ class WeightSync:
 
     def _make_final(self) -> None:
         make_final(self._chunks, self._optimizer)
+        refresh = getattr(self._source, "refresh", None)
+        if refresh is not None:
+            refresh()
         if self._device.type == "cuda":
             # What the optimizer wrote must be in memory before others read it from there.
             torch.cuda.current_stream(self._device).synchronize()

@@ -21,7 +21,8 @@ class WeightSource(Protocol):
     and ``addresses() -> tuple[int, ...]`` (see :mod:`megatron_rdt.sources.holds`); direct mode asks
     with ``hasattr``. Both work on one rank alone. ``holds()`` raises ExportError, by name, where
     an HF tensor is no slice of live memory, and is to be called again once ``addresses()``
-    differs from ``Holdings.addresses``.
+    differs from ``Holdings.addresses``. If some of that memory is computed of the parameters, the
+    source also has ``refresh()``, which is called before each sync, once parameters are final.
     """
 
     def specs(self) -> Sequence[TensorSpec]:

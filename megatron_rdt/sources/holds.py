@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from sglang_rdt.dtypes import dtype_name
 from sglang_rdt.errors import ExportError
-from sglang_rdt.plan.slices import Slice
+from sglang_rdt.plan.slices import Slice, contiguous_stride, whole
 from sglang_rdt.plan.specs import Block, Hold
 from sglang_rdt.tracing import Tracer
 
@@ -46,37 +46,53 @@ class HoldingsBuilder:
     def add(
         self,
         name: str,
-        parameter: torch.Tensor,
-        shard: int,
+        own: Mapping[int, torch.Tensor],
         tracer: Tracer,
         converted: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        """One parameter of this rank.
+        """One parameter of this rank, or those that one conversion takes together.
 
         Args:
             name: for messages.
-            parameter: the live tensor.
-            shard: which of the tracer's leaves it is.
+            own: which of the tracer's leaves is which live tensor.
             converted: (HF name, meta tensor) that the conversion made under ``tracer``.
 
         Raises:
-            ExportError: the parameter is no plain tensor in memory, or an HF tensor is not made
+            ExportError: a parameter is no plain tensor in memory, or an HF tensor is not made
                 of slices of it; names both.
         """
-        check_plain(name, parameter)
-        block = self._block(name, parameter)
-        self._addresses.append(parameter.data_ptr())
-        offset = int(parameter.storage_offset())
-        dtype = dtype_name(parameter.dtype)
+        places: dict[int | str, tuple[int, int, str]] = {}
+        for shard, parameter in own.items():
+            check_plain(name, parameter)
+            self._addresses.append(parameter.data_ptr())
+            dtype = dtype_name(parameter.dtype)
+            block = self._block(name, parameter)
+            places[shard] = (block, int(parameter.storage_offset()), dtype)
         for hf_name, tensor in converted:
             try:
                 pieces = tracer.pieces(tensor)
             except ExportError as error:
                 raise ExportError(f"{hf_name} is no slice of {name}: {error}") from None
             for piece in pieces:
-                if piece.origin == shard:
+                if piece.origin in places:
+                    block, offset, dtype = places[piece.origin]
                     local = Slice(offset + piece.src.offset, piece.src.shape, piece.src.stride)
                     self._holds.append(Hold(hf_name, piece.dst, block, local, dtype))
+
+    def add_copy(self, name: str, hf_name: str, tensor: torch.Tensor) -> None:
+        """An HF tensor that lies in memory of its own, as it is.
+
+        Args:
+            name: for messages.
+        """
+        check_plain(name, tensor)
+        self._addresses.append(tensor.data_ptr())
+        place = Slice(
+            int(tensor.storage_offset()), tuple(tensor.shape), contiguous_stride(tensor.shape)
+        )
+        block = self._block(name, tensor)
+        dtype = dtype_name(tensor.dtype)
+        self._holds.append(Hold(hf_name, whole(tuple(tensor.shape)), block, place, dtype))
 
     def _block(self, name: str, parameter: torch.Tensor) -> int:
         storage = parameter.untyped_storage()
