@@ -26,6 +26,7 @@ DOCUMENTS = [
     "docs/architecture.md",
     "docs/families.md",
     "docs/parts.md",
+    "docs/quantised.md",
     "docs/placement.md",
     "docs/security.md",
     "docs/settings.md",
