@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from sglang_rdt.brief import brief, cut, one_line
 from sglang_rdt.errors import SlicesError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.boxes import Part, align, first_overlap, minus
-from sglang_rdt.plan.forms import MAX_BYTES, why_no_slice
+from sglang_rdt.plan.forms import MAX_BYTES, MAX_DIMS, why_no_slice
 from sglang_rdt.plan.slices import Box, Slice
 from sglang_rdt.plan.specs import ITEMSIZE, Hold, ParamSpec, TensorSpec, TrainerRank, Want
 from sglang_rdt.plan.strided import Ints, padded
@@ -30,6 +30,8 @@ _MANY = 16
 # No model has more; slices that fall apart into single elements do.
 MAX_PIECES = 1 << 22
 MAX_HELD = 1 << 24
+# With fewer rows, each may be a piece of its own.
+MIN_STEPS = 64
 
 
 @dataclass(slots=True)
@@ -133,9 +135,9 @@ class Composer:
     ) -> None:
         self.problems: list[str] = []
         self.casts: list[str] = []
-        self._specs = specs
+        self._specs = _stepped(specs, trainers)
         self._allow_cast = allow_cast
-        self._ndim = max((len(s.shape) for s in specs.values()), default=0) or 1
+        self._ndim = max((len(s.shape) for s in self._specs.values()), default=0) or 1
         self._boxes: dict[Box, int] = {}
         self._strides: dict[tuple[int, ...], int] = {}
         self._aligned: dict[tuple, tuple[list[tuple[int, int, int]], int] | str] = {}
@@ -400,6 +402,49 @@ class Composer:
             (a - b) * t for a, b, t in zip(common.start, part.box.start, part.stride, strict=True)
         )
         return place, sub, offset
+
+
+def _stepped(
+    specs: Mapping[str, TensorSpec], trainers: Sequence[TrainerRank]
+) -> dict[str, TensorSpec]:
+    """The HF tensors with a dimension cut in two where it is held in steps.
+
+    Then what is held is a rectangle: every second column, of a tensor that has gate and up columns in
+    turn, is all of one dimension and one of the other. Without that each column were a piece of its
+    own. In memory nothing is different.
+    """
+    out = dict(specs)
+    seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
+    for trainer in trainers:
+        for hold in trainer.holds:
+            if type(hold.hf) is not Slice or type(hold.source) is not str:
+                continue  # named later
+            try:
+                key = hold.source, hold.hf.shape, hold.hf.stride
+                if key in seen or hold.source not in out:
+                    continue
+                seen.add(key)
+            except TypeError:
+                continue
+            if why_no_slice(hold.hf) is None:
+                spec = out[hold.source]
+                for n, step in zip(hold.hf.shape, hold.hf.stride, strict=True):
+                    if n >= MIN_STEPS:
+                        spec = replace(spec, shape=_cut(spec.shape, step))
+                out[hold.source] = spec
+    return out
+
+
+def _cut(shape: tuple[int, ...], step: int) -> tuple[int, ...]:
+    """``shape`` with a dimension that advances by ``step`` elements, if one can be cut so."""
+    strides = slices.contiguous_stride(shape)
+    for d, (n, stride) in enumerate(zip(shape, strides, strict=True)):
+        if n > 1 and 0 < stride <= step:
+            times, rest = divmod(step, stride)
+            if rest or times == 1 or n % times or n == times or len(shape) >= MAX_DIMS:
+                return shape
+            return (*shape[:d], n // times, times, *shape[d + 1 :])
+    return shape
 
 
 def _text(value: object) -> str:

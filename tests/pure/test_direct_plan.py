@@ -610,3 +610,51 @@ def test_a_small_copy_of_a_large_model() -> None:
     # Within each pipeline stage the trainer ranks give the same.
     for stage in np.split(plan.egress, 2):
         assert stage.max() <= 1.05 * stage.mean()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("turned", [False, True])
+def test_gate_and_up_columns_in_turn_are_two_pieces_per_expert(tp: int, turned: bool) -> None:
+    # As GPT-OSS's checkpoints have them; Megatron holds gate and up one behind the other, turned,
+    # and SGLang turns the tensor, too.
+    experts, hidden, inter = 2, 4, 2 * compose.MIN_STEPS
+    hf = np.arange(experts * hidden * 2 * inter, dtype=np.float32)
+    source = spec("gate_up", (experts, hidden, 2 * inter))
+    holds, blocks, memory = [], [], []
+    for e in range(experts):
+        both = hf.reshape(experts, hidden, inter, 2)[e]
+        memory.append(np.concatenate([both[..., k].T.ravel() for k in range(2)]))
+        blocks.append(Block(f"expert {e}", memory[-1].nbytes))
+        for k in range(2):
+            there = Slice(e * hidden * 2 * inter + k, (inter, hidden), (2, 2 * inter))
+            here = Slice(k * inter * hidden, (inter, hidden), (hidden, 1))
+            holds.append(Hold("gate_up", there, e, here, "float32"))
+    ranks, mine = [], 2 * inter // tp
+    for rank in range(tp):
+        shape = (experts, mine, hidden) if turned else (experts, hidden, mine)
+        first = rank * mine
+        stride = (
+            (hidden * 2 * inter, 1, 2 * inter) if turned else (hidden * 2 * inter, 2 * inter, 1)
+        )
+        p = param("w13", shape)
+        want = Want("w13", Slice(0, shape, p.stride), "gate_up", Slice(first, shape, stride))
+        ranks.append(layout([p], [want], rank=engine_rank(rank, tp_size=tp)))
+    one = TrainerRank(0, "n", (source,), {}, tuple(blocks), tuple(holds))
+    plan = make_direct_plan([one], ranks)
+    whole = hf.reshape(experts, hidden, 2 * inter)
+    for rank in range(tp):
+        transfers = plan.transfers(rank)
+        assert len(transfers) == 2 * experts
+        got = np.full(experts * mine * hidden, -1, np.float32)
+        for t in transfers:
+            src, dst = (
+                np.lib.stride_tricks.as_strided(
+                    a[s.offset :], s.shape, tuple(4 * n for n in s.stride)
+                )
+                for a, s in ((memory[t.block], t.src), (got, t.dst))
+            )
+            dst[...] = src
+        expected = whole[:, :, rank * mine : (rank + 1) * mine]
+        if turned:
+            expected = expected.transpose(0, 2, 1)
+        assert np.array_equal(got, expected.ravel())
