@@ -24,6 +24,9 @@ from unittest import mock
 import torch
 import torch.distributed
 
+from megatron_rdt.sources.block_fp8 import BlockFp8Source
+from megatron_rdt.sources.generator import GeneratorSource
+from sglang_rdt.coordinator.phases import PhaseTimer
 from sglang_rdt.dtypes import torch_dtype
 from sglang_rdt.engine import live_weights
 from sglang_rdt.engine.live_weights import LiveWeights
@@ -72,6 +75,31 @@ class Case:
     trainer_dtype: str = "bfloat16"
     engine_dtype: str = "bfloat16"
     server: dict[str, Any] = field(default_factory=dict)
+    # Side of the blocks of a checkpoint in block FP8; 0: it is none.
+    blocks: int = 0
+
+    def config(self) -> Any:
+        """The HF config."""
+        more: dict[str, Any] = {}
+        if self.blocks:
+            more["quantization_config"] = {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [self.blocks, self.blocks],
+            }
+        return FAMILIES[self.family].make_config(**self.overrides, **more)
+
+    def state(self, seed: int) -> dict[str, torch.Tensor]:
+        """A checkpoint, as the trainer yields it."""
+        config = self.config()
+        family, dtype = FAMILIES[self.family], torch_dtype(self.trainer_dtype)
+        if not self.blocks:
+            return family.hf_state(seed, dtype, config)
+        plain = family.hf_state(seed, dtype, FAMILIES[self.family].make_config(**self.overrides))
+        source = BlockFp8Source(
+            GeneratorSource(lambda: iter(plain.items())), config.quantization_config
+        )
+        return dict(source.export(PhaseTimer()))
 
     @property
     def name(self) -> str:
@@ -79,6 +107,7 @@ class Case:
         if (self.trainer_dtype, self.engine_dtype) != ("bfloat16", "bfloat16"):
             words.append(f"{self.trainer_dtype}->{self.engine_dtype}")
         words += [f"{k}={v}" for k, v in self.server.items()]
+        words += [f"blocks={self.blocks}"] if self.blocks else []
         return " ".join(words)
 
 
@@ -117,7 +146,7 @@ class World:
 
         family = FAMILIES[case.family]
         where = self.folder / f"{abs(hash(case.name))}-{self.rank}"
-        config = family.make_config(**case.overrides)
+        config = case.config()
         config.dtype = case.engine_dtype
         config.save_pretrained(where)
         kwargs = engine_kwargs(
@@ -338,10 +367,8 @@ def run(world: World, case: Case, breakage: str = "") -> dict[str, Any]:
     "no compute", "no post-load".
     """
     began = time.perf_counter()
-    family = FAMILIES[case.family]
-    config = family.make_config(**case.overrides)
     kinds = torch_dtype(case.trainer_dtype), torch_dtype(case.engine_dtype)
-    old, new = (_served(family.hf_state(seed, kinds[0], config)) for seed in (0, 1))
+    old, new = (_served(case.state(seed)) for seed in (0, 1))
     served, expected = world.build(case)[0], world.build(case)[0]
     load(served, old, kinds[1])
     load(expected, new, kinds[1])
