@@ -114,7 +114,7 @@ class _Recorder(Tracer):
         self.specs: list[TensorSpec] = []
         self.wants: list[Want] = []
         self.constants: list[Constant] = []
-        self.writes: list[_Write] = []
+        self._writes: dict[Write, _Write] = {}
         self.problems: list[str] = []
         # Parameter -> elements that are constant because the loader made them so, of an HF tensor
         # of the right size.
@@ -123,6 +123,11 @@ class _Recorder(Tracer):
         self._filled: dict[tuple[str, Slice], frozenset[int]] = {}
         # Storage -> the leaves that went into it, whichever way.
         self._went_in: dict[int, frozenset[int]] = {}
+
+    @property
+    def writes(self) -> list[_Write]:
+        """What the loader computes."""
+        return list(self._writes.values())
 
     def source(self, spec: TensorSpec) -> torch.Tensor:
         """A meta tensor that stands for an HF tensor."""
@@ -190,14 +195,12 @@ class _Recorder(Tracer):
 
     def _compute(self, place: tuple[str, Slice], leaves: frozenset[int], why: str) -> None:
         write = Write(*place)
-        for i, known in enumerate(self.writes):
-            if known.place == write:  # written twice; the later value is made of both
-                why = f"{known.why}, {why}"
-                leaves |= known.leaves
-                del self.writes[i]
-                break
+        known = self._writes.pop(write, None)
+        if known is not None:  # written twice; the later value is made of both
+            why = f"{known.why}, {why}"
+            leaves |= known.leaves
         self._filled[place] = leaves
-        self.writes.append(_Write(write, leaves, why))
+        self._writes[write] = _Write(write, leaves, why)
 
     def _want(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         memory = self._memory.get(storage_key(src))
@@ -286,10 +289,8 @@ class _Recorder(Tracer):
         """Something is computed in a place that the loader has filled before, from there on by
         itself alone; False: what was there before the load goes in, too."""
         leaves = self._filled.get(place)
-        same = [w for w in self.wants if (w.param, w.dst) == place]
-        if not leaves or (
-            not same and all((w.place.param, w.place.dst) != place for w in self.writes)
-        ):
+        same = any((w.param, w.dst) == place for w in self.wants)
+        if not leaves or not (same or Write(*place) in self._writes):
             return False
         for tensor in tensors_in(args):
             if tensor is dst or not (tensor.device.type == "meta" or tensor in self.live):
@@ -432,16 +433,14 @@ def _rehearse(
         again = _run_loader(model, [s for s in specs if s.name in names])
     except RecordError as error:
         raise RecordError(f"{what} does not load them: {error}") from error
-    expected = [w.place for w in first.writes]
-    found = [w.place for w in again.writes]
-    differing = [w for w in expected if w not in found] + [w for w in found if w not in expected]
-    params = [w.param for w in differing]
-    params += [w.param for w in again.wants if w not in first.wants]
-    params += [c.param for c in again.constants if c not in first.constants]
-    if params or len(expected) != len(found):
+    differing: set[Write | Want | Constant] = {w.place for w in first.writes}
+    differing ^= {w.place for w in again.writes}
+    differing |= set(again.wants) - set(first.wants)
+    differing |= set(again.constants) - set(first.constants)
+    if differing:
         raise RecordError(
             f"{what} loads them in another way than among the others: "
-            f"{', '.join(dict.fromkeys(params)) or 'something is loaded twice'}"
+            f"{', '.join(sorted({w.param for w in differing})[:5])}"
         )
 
 

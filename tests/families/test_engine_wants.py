@@ -44,7 +44,7 @@ def start(folder: Path, cases: list[dict[str, Any]], tp: int = 1, ep: int = 1) -
     results: Results = {}
     try:
         for rank, process in enumerate(ranks):
-            code = process.wait(timeout=300)
+            code = process.wait(timeout=600)
             assert code == 0, (folder / f"log-{rank}").read_text()[-3000:]
             for line in (folder / f"result-{rank}.jsonl").read_text().splitlines():
                 found = json.loads(line)
@@ -71,6 +71,7 @@ MORE = [
 BROKEN = [
     one("qwen3", overrides={"num_hidden_layers": 1}, breakage="stale"),
     one("glm4_moe_lite", overrides={"vocab_size": 512}, breakage="no post-load"),
+    one("qwen3_5_moe", overrides={"vocab_size": 512}, breakage="no compute"),
 ]
 CASES = [*(one(name) for name in FAMILIES), *MORE, *BROKEN]
 
@@ -167,3 +168,10 @@ def test_weights_that_are_not_derived_again_are_noticed(tp1: Results) -> None:
     assert result["different"] == {
         "bucketed": [f"model.layers.{i}.self_attn.w_{k}c" for i in (0, 1) for k in ("k", "v")]
     }
+
+
+def test_what_the_loader_does_not_compute_again_is_noticed(tp1: Results) -> None:
+    (result,) = found(tp1, "qwen3_5_moe vocab_size=512")
+    plus_one = [name for one in result["computed"] for name in one["params"]]
+    assert sorted(result["different"]["bucketed"]) == sorted(plus_one)
+    assert len(plus_one) == 11
