@@ -191,6 +191,7 @@ class Fake:
             for local in source._params
         }
         out: dict[str, Tensor] = {}
+        stages: dict[str, int] = {}
         for rank, source in zip(self.ranks, self.sources, strict=True):
             for local in source._params:
                 every = [shards[rank[0], local.name, i] for i in range(local.group_size)]
@@ -199,6 +200,8 @@ class Fake:
                 ]
                 for name, tensor in source._convert(local, flat):
                     assert torch.equal(out.setdefault(name, tensor), tensor), name
+                    # What two pipeline stages have, one of them exports.
+                    assert stages.setdefault(name, rank[0]) == rank[0], name
         return out
 
     def held(self) -> dict[str, Tensor]:
