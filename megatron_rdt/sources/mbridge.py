@@ -225,6 +225,13 @@ class MBridgeSource:
 
     def _follow(self) -> None:
         """Finds the parameters anew if the model got other ones since."""
+        for model in self._models:
+            for module in model.modules():
+                # Wrapping a model in Float16Module casts the routers' correction biases, too.
+                # Megatron casts them back, into other memory, in the first forward pass.
+                keep = getattr(module, "_maintain_float32_expert_bias", None)
+                if keep is not None:
+                    keep()
         now = _places(self._models)
         if now != self._seen:
             self._params = [local for model in self._models for local in self._locals(model)]
@@ -479,9 +486,9 @@ def make_bridge(hf_config: Any, dtype: torch.dtype, config: Any = None) -> Any:
 
     Args:
         config: Megatron's config of the model that is there; None: made by the bridge. mbridge
-            0.15.1 makes it in order to build a model, from fields that transformers 5 and
-            megatron-core 0.16 no longer have (``rope_theta`` of DeepSeek-V3, Llama and GLM); to
-            export, the one of the model is needed, whatever it was made of.
+            0.15.1 makes it in order to build a model, for DeepSeek-V3 from fields that
+            transformers 5 no longer has (``rope_theta``). To export, the one of the model is
+            needed, whatever it was made of.
 
     Raises:
         ExportError: mbridge is not installed, or does not know the model type.

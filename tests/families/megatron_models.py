@@ -52,6 +52,9 @@ def hf_state(
             state[key] = ((tensor * 64).round() / 64).to(dtype)
         elif key.endswith("A_log"):
             state[key] = tensor.to(dtype)
+        elif key.endswith("e_score_correction_bias"):
+            # Megatron's Float16Module rounds it before it is float32 again.
+            state[key] = tensor.to(dtype).float()
     behind = f"model.layers.{config.num_hidden_layers}."
     for copy, original in (
         ("embed_tokens.weight", "model.embed_tokens.weight"),
@@ -88,7 +91,8 @@ class FamilyTrainer(TinyTrainer):
         _init_model_parallel(layout, SEED)
         self.config = _transformer_config(name, self.hf_config, layout, dtype, mtp)
         self.model_chunks = self._build_chunks(use_distributed_optimizer=False)
-        self.optimizer = self._build_optimizer(lr, False, False)
+        # Large enough to change a bfloat16 near 1.
+        self.optimizer = self._build_optimizer(lr if dtype == torch.float32 else 2e-2, False, False)
 
     def _build_chunk(self, vpp_rank: int | None) -> Any:
         from megatron.core import parallel_state

@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_rdt.sources.block_fp8 import BlockFp8Source, quantise
 from megatron_rdt.sources.mbridge import MBridgeSource
+from sglang_rdt.coordinator.phases import PhaseTimer
 from sglang_rdt.dtypes import torch_dtype
 from sglang_rdt.errors import ExportError
 
@@ -189,6 +191,7 @@ class Fake:
             for local in source._params
         }
         out: dict[str, Tensor] = {}
+        stages: dict[str, int] = {}
         for rank, source in zip(self.ranks, self.sources, strict=True):
             for local in source._params:
                 every = [shards[rank[0], local.name, i] for i in range(local.group_size)]
@@ -197,6 +200,8 @@ class Fake:
                 ]
                 for name, tensor in source._convert(local, flat):
                     assert torch.equal(out.setdefault(name, tensor), tensor), name
+                    # What two pipeline stages have, one of them exports.
+                    assert stages.setdefault(name, rank[0]) == rank[0], name
         return out
 
     def held(self) -> dict[str, Tensor]:
@@ -257,3 +262,21 @@ def test_an_unknown_parameter_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     fake.put(model, "decoder.layers.1.self_attention.more.weight", torch.ones(2), None)
     with pytest.raises(ExportError, match=r"decoder\.layers\.1\.self_attention\.more\.weight"):
         MBridgeSource([model], fake.hf_config).specs()
+
+
+def test_block_fp8_of_deepseek_v3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DeepSeek-V3's own checkpoint has in FP8, and nothing else."""
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    fake = Fake("deepseek_v3", LAYOUTS[0], "grouped", monkeypatch)
+    source = BlockFp8Source(fake.sources[0], config)
+    found = dict(source.export(PhaseTimer()))
+    assert [s.name for s in source.specs()] == list(found)
+    linear = re.compile(r"(_proj|_proj_with_mqa)\.weight$")
+    for name, tensor in fake.state.items():
+        if linear.search(name) and "eh_proj" not in name:
+            weight, scale = quantise(tensor, (128, 128))
+            assert torch.equal(found.pop(name).view(torch.uint8), weight.view(torch.uint8)), name
+            assert torch.equal(found.pop(f"{name}_scale_inv"), scale), name
+        else:
+            assert torch.equal(found.pop(name), tensor), name
+    assert found == {}

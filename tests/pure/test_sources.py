@@ -152,6 +152,29 @@ def test_te_names(local: str, te: str) -> None:
     assert te_name(te, MOE) == te  # names that are TE's already stay
 
 
+@pytest.mark.parametrize(
+    ("local", "te"),
+    [
+        ("decoder.layers.3.input_layernorm.weight", "decoder.layers.3.input_layernorm.weight"),
+        (
+            "decoder.layers.3.self_attention.q_layernorm.weight",
+            "decoder.layers.3.self_attention.linear_q_up_proj.layer_norm_weight",
+        ),
+        (
+            "decoder.layers.3.self_attention.kv_layernorm.weight",
+            "decoder.layers.3.self_attention.linear_kv_up_proj.layer_norm_weight",
+        ),
+        (
+            "mtp.layers.0.mtp_model_layer.self_attention.kv_layernorm.weight",
+            "mtp.layers.0.transformer_layer.self_attention.linear_kv_up_proj.layer_norm_weight",
+        ),
+    ],
+)
+def test_te_names_of_latent_attention(local: str, te: str) -> None:
+    assert te_name(local, MOE, latent=True) == te
+    assert te_name(te, MOE, latent=True) == te
+
+
 def test_unwrap() -> None:
     class Wrapper:
         def __init__(self, module: Any) -> None:
