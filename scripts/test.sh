@@ -23,7 +23,7 @@ if (($#)); then
     exec python -m pytest "$@"
 fi
 # Much of the same in other shapes is left out: `scripts/test.sh -m long`.
-python -m pytest -m 'not long' -n auto --dist loadfile tests/pure tests/cpu tests/patchset
+python -m pytest -m 'not long' -n auto --dist loadfile tests/pure tests/cpu tests/patchset tests/families
 # What starts engines has the machine to itself.
 python -m pytest -m 'not faults and not long' tests/cluster tests/e2e tests/gpu
 # Tests that kill processes have a cluster of their own.

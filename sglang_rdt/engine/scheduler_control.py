@@ -173,8 +173,8 @@ class SchedulerControl:
         """
         problems = [
             problem
-            for _, model, _ in runners.models(self.scheduler, runner)
-            for problem in self._problems(model)
+            for _, model, updater in runners.models(self.scheduler, runner)
+            for problem in [*self._problems(model), *_shared_with_a_daemon(updater)]
         ]
         if problems:
             raise EngineStateError(
@@ -333,3 +333,15 @@ class SchedulerControl:
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def _shared_with_a_daemon(updater: Any) -> list[str]:
+    """SGLang's own word on weights that are another process's memory (its weight cache)."""
+    check = getattr(updater, "_assert_weight_cache_inactive", None)
+    if check is None:
+        return []
+    try:
+        check("a weight sync")
+    except RuntimeError as error:
+        return [str(error)]
+    return []

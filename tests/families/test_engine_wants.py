@@ -9,17 +9,20 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.families import engine_world
 from tests.families.zoo import FAMILIES
 
 pytest.importorskip("sglang")
 pytestmark = [pytest.mark.families, pytest.mark.e2e]
 
 Results = dict[str, list[dict[str, Any]]]
+Passed = Callable[..., None]
 
 
 def start(folder: Path, cases: list[dict[str, Any]], tp: int = 1, ep: int = 1) -> Results:
@@ -73,7 +76,16 @@ BROKEN = [
     one("glm4_moe_lite", overrides={"vocab_size": 512}, breakage="no post-load"),
     one("qwen3_5_moe", overrides={"vocab_size": 512}, breakage="no compute"),
 ]
-CASES = [*(one(name) for name in FAMILIES), *MORE, *BROKEN]
+# Quantised by SGLang after loading; and checkpoints that are quantised already.
+FP8 = {"fp8": {"server": {"quantization": "fp8"}}, "block FP8": {"blocks": 16}}
+IN_BLOCKS = ["qwen3", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"]
+QUANTISED = [("fp8", name) for name in FAMILIES] + [("block FP8", name) for name in IN_BLOCKS]
+CASES = [
+    *(one(name) for name in FAMILIES),
+    *MORE,
+    *BROKEN,
+    *(one(name, **FP8[how]) for how, name in QUANTISED),
+]
 
 
 @pytest.fixture(scope="module")
@@ -120,19 +132,35 @@ def check(results: Results, case: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank(tp1: Results, family: str) -> None:
+def test_one_rank(tp1: Results, family: str, passed: Passed) -> None:
     check(tp1, family, 1)
+    passed(family=family, engine="TP 1", mode="both", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks(tp2: Results, family: str) -> None:
+def test_two_ranks(tp2: Results, family: str, passed: Passed) -> None:
     check(tp2, family, 2)
+    passed(family=family, engine="TP 2", mode="both", dtype="bfloat16")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", WITH_EP)
-def test_experts_dealt_out(ep2: Results, family: str) -> None:
+def test_experts_dealt_out(ep2: Results, family: str, passed: Passed) -> None:
     check(ep2, family, 2)
+    passed(family=family, engine="TP 2, EP 2", mode="both", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("how", "family"), QUANTISED)
+def test_quantised_engines(
+    tp1: Results, tp2: Results, how: str, family: str, passed: Passed
+) -> None:
+    case = engine_world.Case(family, **FP8[how]).name
+    check(tp1, case, 1)
+    check(tp2, case, 2)
+    for tp in (1, 2):
+        # What the trainer quantises lies nowhere before.
+        mode = "both" if how == "fp8" else "bucketed"
+        passed(family=family, engine=f"TP {tp}", mode=mode, dtype="bfloat16", fp8=how)
 
 
 @pytest.mark.parametrize(
