@@ -124,8 +124,12 @@ def check(job: str, finding: Finding) -> None:
         FAMILIES[name].architecture, hf_config(name, **options), finding.trained, finding.ids
     )
     scale = theirs.abs().max()
-    difference = (finding.logits - theirs).abs().max() / scale
-    assert difference < (2e-5 if dtype == torch.float32 else 0.1), difference
+    difference = (finding.logits - theirs).abs() / scale
+    if dtype == torch.float32:
+        assert difference.max() < 2e-5, difference.max()
+    else:
+        # Rounding sends a token to another expert here and there.
+        assert difference.median() < 0.02, difference.median()
     assert_equal(finding.held, finding.trained, name)
 
 
