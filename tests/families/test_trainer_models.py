@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("mbridge")
 pytestmark = pytest.mark.families
 
+Passed = Callable[..., None]
 ROOT = Path(__file__).parents[2]
 _MTP = {"glm4_moe", "deepseek_v3", "glm4_moe_lite"}
 # Every process group is slow to start, the models are not.
@@ -50,7 +52,7 @@ LONG = [
 
 
 def run_jobs(
-    directory: Path, world: int, jobs: list[str], timeout_s: float = 400
+    directory: Path, world: int, jobs: list[str], timeout_s: float = 900
 ) -> dict[str, Finding]:
     """What the jobs came to, in ``world`` processes."""
     with socket.socket() as free:
@@ -88,13 +90,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
 
 
 @pytest.mark.parametrize("job", ALONE)
-def test_one_rank(job: str, alone: dict[str, Finding]) -> None:
+def test_one_rank(job: str, alone: dict[str, Finding], passed: Passed) -> None:
     check(job, alone[job])
+    passed(**said(job))
 
 
 @pytest.mark.parametrize("job", PAIR)
-def test_tensor_and_expert_parallel(job: str, pair: dict[str, Finding]) -> None:
+def test_tensor_and_expert_parallel(job: str, pair: dict[str, Finding], passed: Passed) -> None:
     check(job, pair[job])
+    passed(**said(job))
 
 
 @pytest.fixture(scope="session")
@@ -104,8 +108,25 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", LONG)
-def test_other_layouts(job: str, more: dict[str, Finding]) -> None:
+def test_other_layouts(job: str, more: dict[str, Finding], passed: Passed) -> None:
     check(job, more[job])
+    passed(**said(job))
+
+
+def said(job: str) -> dict[str, str]:
+    """For the table in docs/families.md."""
+    from megatron_rdt.sources.families import MODEL_TYPES
+
+    name, layout, options = parse(job)
+    ours = FAMILIES[name].make_config().model_type in MODEL_TYPES
+    sizes = [f"{key.upper()} {getattr(layout, key)}" for key in ("tp", "pp", "ep", "dp")]
+    return {
+        "family": name,
+        "trainer": ", ".join(s for s in sizes if not s.endswith(" 1")) or "one rank",
+        "bridge": "ours for mbridge" if ours else "mbridge",
+        "mode": "both",
+        "dtype": str(options.get("dtype", torch.float32)).removeprefix("torch."),
+    }
 
 
 def check(job: str, finding: Finding) -> None:
