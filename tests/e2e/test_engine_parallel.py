@@ -205,7 +205,7 @@ def test_a_sync_that_breaks_on_one_rank_leaves_all_dirty_until_the_next(
     assert _sync(group, "fine") == ["", ""]
 
     def fail(actor: Any) -> None:
-        def end_session() -> None:
+        def end_session(**_: Any) -> None:
             del actor._control.end_session  # once
             raise RuntimeError("the weights cannot be packed")
 

@@ -31,6 +31,7 @@ from sglang_rdt.dtypes import torch_dtype
 from sglang_rdt.engine import live_weights
 from sglang_rdt.engine.live_weights import LiveWeights
 from sglang_rdt.engine.scheduler_control import SchedulerControl
+from sglang_rdt.plan.coverage import union_of_specs
 from sglang_rdt.plan.direct import make_direct_plan
 from sglang_rdt.plan.planner import Plan, make_plan
 from sglang_rdt.plan.runs import direct_runs
@@ -77,6 +78,10 @@ class Case:
     server: dict[str, Any] = field(default_factory=dict)
     # Side of the blocks of a checkpoint in block FP8; 0: it is none.
     blocks: int = 0
+    # Findings of tests/families/trainer_worker.py, and the job in them that says ``memory``: what
+    # is synced comes out of the memory of Megatron's ranks.
+    findings: str = ""
+    job: str = ""
 
     def config(self) -> Any:
         """The HF config."""
@@ -108,6 +113,7 @@ class Case:
             words.append(f"{self.trainer_dtype}->{self.engine_dtype}")
         words += [f"{k}={v}" for k, v in self.server.items()]
         words += [f"blocks={self.blocks}"] if self.blocks else []
+        words += [f"from {self.job}"] if self.job else []
         return " ".join(words)
 
 
@@ -312,7 +318,7 @@ def bucketed(plan: Plan, state: Mapping[str, torch.Tensor]) -> Callable[[LiveWei
 
 
 def direct(
-    transfers: Sequence[Transfer], blocks: Mapping[int, torch.Tensor]
+    transfers: Sequence[Transfer], blocks: Mapping[tuple[int, int], torch.Tensor]
 ) -> Callable[[LiveWeights], None]:
     """Moves what a direct plan says, out of the trainer's memory."""
 
@@ -321,7 +327,9 @@ def direct(
         wanted = wanted_elements(weights.recording.wants)
         check_target_transfers(weights.describe(), transfers, wanted)
         for one in transfers:
-            block, s = blocks[one.block].view(torch_dtype(one.src_dtype)), one.src
+            kind, s = torch_dtype(one.src_dtype), one.src
+            block = blocks[one.source, one.block].view(torch.uint8)
+            block = block[: block.numel() // kind.itemsize * kind.itemsize].view(kind)
             part = torch.as_strided(block, s.shape, s.stride, s.offset)
             weights.view(one.param, one.dst).copy_(part)
 
@@ -403,7 +411,7 @@ def run(world: World, case: Case, breakage: str = "") -> dict[str, Any]:
     if calls is not None and not breakage:
         assert calls[0] == 1, f"{calls[0]} post-load steps in one sync"
     # And back, directly.
-    blocks = {i: t.contiguous().view(-1) for i, t in enumerate(old.values())}
+    blocks = {(0, i): t.contiguous().view(-1) for i, t in enumerate(old.values())}
     holds = tuple(
         Hold(s.name, whole(s.shape), i, whole(s.shape), s.dtype) for i, s in enumerate(specs)
     )
@@ -434,6 +442,54 @@ def run(world: World, case: Case, breakage: str = "") -> dict[str, Any]:
     }
 
 
+def run_from_megatron(world: World, case: Case) -> dict[str, Any]:
+    """An engine that follows Megatron's ranks: out of their memory, as these describe it."""
+    finding = torch.load(case.findings, weights_only=False)[case.job]
+    kind = torch_dtype(case.engine_dtype)
+    served, expected = world.build(case)[0], world.build(case)[0]
+    load(served, _served(case.state(7)), kind)
+    trained = {n: t.contiguous() for n, t in _served(finding.trained).items()}
+    load(expected, trained, kind)
+    ranks = [_served_rank(rank) for rank, _ in finding.ranks]
+    blocks = {
+        (rank.rank, i): block for rank, memory in finding.ranks for i, block in enumerate(memory)
+    }
+    union, problems = union_of_specs(rank.exports for rank in ranks)
+    assert problems == []
+    assert union.keys() == trained.keys()
+    engine = Engine(served, world.rank, world)
+    layouts = world.gather(engine.connect(list(union.values())))
+    allow = {"allow_cast": case.family == "qwen3_5_moe"}
+    plan = make_plan(ranks, layouts, 1 << 16, **allow)
+    routes = tuple(r for r in plan.routes if r.target == engine.rank)
+    engine.sync(bucketed(replace(plan, routes=routes), trained))
+    found = {"bucketed": differences(served, expected)}
+    plan_direct = make_direct_plan(ranks, layouts, **allow)
+    transfers = plan_direct.transfers(plan_direct.targets.index(engine.rank))
+    engine.sync(direct(transfers, blocks))
+    found["direct"] = differences(served, expected)
+    return {
+        "case": case.name,
+        "family": case.family,
+        "different": {how: names for how, names in found.items() if names},
+        "sources": sorted({t.source for t in transfers}),
+        "transfers": len(transfers),
+    }
+
+
+def _served_rank(rank: TrainerRank) -> TrainerRank:
+    """See :func:`_served`."""
+
+    def name(of: str) -> str:
+        return next(iter(_served({of: torch.empty(0)})))
+
+    return replace(
+        rank,
+        exports=tuple(replace(spec, name=name(spec.name)) for spec in rank.exports),
+        holds=tuple(replace(hold, source=name(hold.source)) for hold in rank.holds),
+    )
+
+
 def count_post_loads(model: torch.nn.Module) -> list[int] | None:
     """Counts the derivations of this model's weights; None: it derives none."""
     derive = getattr(model, "post_load_weights", None)
@@ -458,7 +514,7 @@ def main(job_path: str, rank: int) -> None:
             breakage = item.pop("breakage", "")
             case = Case(**item)
             try:
-                result = run(world, case, breakage)
+                result = run_from_megatron(world, case) if case.job else run(world, case, breakage)
             except Exception:
                 result = {"case": case.name, "family": case.family, "error": traceback.format_exc()}
             out.write(json.dumps(result) + "\n")

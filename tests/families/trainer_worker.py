@@ -28,6 +28,7 @@ from megatron_rdt.sources.mbridge import MBridgeSource
 from sglang_rdt.coordinator.phases import PhaseTimer
 from sglang_rdt.demo.trainer import Layout, init_distributed
 from sglang_rdt.dtypes import torch_dtype
+from sglang_rdt.plan.specs import TrainerRank
 
 State = dict[str, torch.Tensor]
 
@@ -43,6 +44,8 @@ class Finding:
         logits: of Megatron's own forward then, for ``ids``.
         losses: of the steps.
         held: put together from what all ranks hold in live memory.
+        ranks: each rank as it describes itself to the planner, and copies of its blocks; where the
+            job says ``memory``.
         error: a traceback, if something went wrong.
     """
 
@@ -52,6 +55,7 @@ class Finding:
     ids: torch.Tensor | None = None
     losses: list[float] = field(default_factory=list)
     held: State = field(default_factory=dict)
+    ranks: list[tuple[TrainerRank, list[torch.Tensor]]] = field(default_factory=list)
     error: str = ""
     seconds: float = 0.0
 
@@ -128,6 +132,7 @@ def run(job: str) -> Finding:
     trainer = None
     try:
         family, layout, more = parse(job)
+        memory = more.pop("memory", False)
         trainer = FamilyTrainer(family, layout, **more)
         source = MBridgeSource(trainer.model_chunks, trainer.hf_config)
         finding.started = exported(source)
@@ -141,6 +146,10 @@ def run(job: str) -> Finding:
         assert source.addresses() == holdings.addresses
         source.refresh()
         finding.held = held(holdings, finding.trained)
+        if memory:
+            rank, specs = dist.get_rank(), tuple(source.specs())
+            me = TrainerRank(rank, f"10.1.0.{rank}", specs, {}, holdings.blocks, holdings.holds)
+            finding.ranks = _everybody((me, [t.clone() for t in holdings.tensors]))
     except Exception:
         finding.error = traceback.format_exc()
     finally:

@@ -881,8 +881,8 @@ def test_parameters_that_a_session_moves_are_refused(fragile: Engine) -> None:
                 r.model.w.data = r.model.w.data.t().contiguous()
             begin(selector)
 
-        def end(r: Any = r, end: Any = r.control.end_session) -> None:
-            end()
+        def end(r: Any = r, end: Any = r.control.end_session, **how: Any) -> None:
+            end(**how)
             r.model.w.data = r.model.w.data.t().contiguous()
 
         r.model.w.data = r.model.w.data.t().contiguous()  # at rest: packed
