@@ -280,3 +280,21 @@ def test_block_fp8_of_deepseek_v3(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             assert torch.equal(found.pop(name), tensor), name
     assert found == {}
+
+
+def test_a_sum_that_is_rounded_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron_rdt.sources.families import qwen3_5
+
+    monkeypatch.setattr(qwen3_5, "_rounded", set())
+    with caplog.at_level("WARNING", "megatron_rdt"):
+        assert qwen3_5._plus(torch.zeros(2), 1).tolist() == [1, 1]
+        assert not caplog.records
+        small = torch.tensor([2.0**-10], dtype=torch.bfloat16)
+        assert qwen3_5._plus(small, 1).tolist() == [1]
+        qwen3_5._plus(small, 1)
+    assert [r.getMessage() for r in caplog.records] == [
+        "Qwen3.5: norms of the checkpoint are Megatron's +1, rounded to bfloat16; "
+        "layernorm_zero_centered_gamma says which (docs/sources.md)"
+    ]

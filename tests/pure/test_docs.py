@@ -30,6 +30,7 @@ DOCUMENTS = [
     "docs/placement.md",
     "docs/security.md",
     "docs/settings.md",
+    "docs/sources.md",
     "docs/deployments/README.md",
 ]
 DEPLOYMENTS = ROOT / "docs" / "deployments"

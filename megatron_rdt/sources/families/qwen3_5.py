@@ -13,6 +13,7 @@ rounds once, as the checkpoint's own dtype does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -32,7 +33,20 @@ from megatron_rdt.sources.families.table import (
 )
 
 
+logger = logging.getLogger("megatron_rdt")
+# Of which dtypes it was said that sums are rounded; once is enough.
+_rounded: set[torch.dtype] = set()
+
+
 def _plus(tensor: torch.Tensor, number: float) -> torch.Tensor:
+    if tensor.dtype.itemsize < 4 and tensor.dtype not in _rounded:
+        _rounded.add(tensor.dtype)
+        logger.warning(
+            "Qwen3.5: norms of the checkpoint are Megatron's %+g, rounded to %s; "
+            "layernorm_zero_centered_gamma says which (docs/sources.md)",
+            number,
+            str(tensor.dtype).removeprefix("torch."),
+        )
     return (tensor.float() + number).to(tensor.dtype)
 
 
