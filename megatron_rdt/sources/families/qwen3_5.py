@@ -32,7 +32,6 @@ from megatron_rdt.sources.families.table import (
     rule,
 )
 
-
 logger = logging.getLogger("megatron_rdt")
 # Of which dtypes it was said that sums are rounded; once is enough.
 _rounded: set[torch.dtype] = set()
