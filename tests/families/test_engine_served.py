@@ -1,5 +1,5 @@
-"""Real engines of families that Megatron does not train here, synced from any generator of HF
-tensors: they hold every byte, and say the tokens that transformers says.
+"""Real engines, over Ray and NIXL, synced from a user's own generator of HF tensors: they hold every
+byte, and say the tokens that transformers says.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,10 @@ def greedy(family: Family, state: dict[str, torch.Tensor]) -> list[int]:
 
 
 # Not those with latent attention: SGLang's PyTorch attention on a CPU takes values as wide as keys.
-@pytest.mark.parametrize("name", ["glm4_moe"])
-def test_a_sync_reaches_the_engine(name: str, cluster: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4", "llama3", "qwen2_5"])
+def test_a_sync_reaches_the_engine(
+    name: str, cluster: None, tmp_path: Path, passed: Callable[..., None]
+) -> None:
     import ray
 
     from sglang_rdt.demo.workers import ServedEngine
@@ -124,3 +126,4 @@ def test_a_sync_reaches_the_engine(name: str, cluster: None, tmp_path: Path) -> 
             ray.get(trainer.close.remote(), timeout=60)
             ray.kill(trainer)
         served.shutdown()
+    passed(family=name, engine="TP 1, served", bridge="generator", mode="bucketed", dtype="float32")
