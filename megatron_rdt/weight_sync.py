@@ -91,6 +91,8 @@ class WeightSync:
         membership = Membership(engines, namespace)
         self._chunks = list(model_chunks)
         self._optimizer = optimizer
+        if optimizer is not None and self.settings.export_every:
+            self._refuse_late_changes("a sync after each step sends what is not clipped yet")
         self._source = source or _default_source(self._chunks, hf_config, self.settings)
         self._device = next(
             (p.device for c in self._chunks for p in c.parameters()), torch.device("cpu")
@@ -113,6 +115,21 @@ class WeightSync:
         self._remove_listeners = [hooks.add_guard(self._before_step)]
         if optimizer is not None:
             self._remove_listeners.append(hooks.add_listener(self.on_step, optimizer))
+
+    def _refuse_late_changes(self, so: str) -> None:
+        """Raises RdtError where weights change after ``optimizer.step()``.
+
+        Source: megatron/core/optimizer/qk_clip.py, which a training loop calls after the step.
+        """
+        for chunk in self._chunks:
+            module = chunk
+            while hasattr(module, "module"):
+                module = module.module
+            if getattr(getattr(module, "config", None), "qk_clip", False):
+                raise RdtError(
+                    f"the model has qk_clip: its attention weights change after optimizer.step(), so {so}; "
+                    "call sync(version) yourself, after clip_qk (MEGATRON_RDT_EXPORT_EVERY=0)"
+                )
 
     @property
     def staging_bytes(self) -> int:
@@ -222,6 +239,8 @@ class WeightSync:
                 "changing parameters under it; it is switched off, or Megatron's optimizers were "
                 "not imported through it"
             )
+        if not wait:
+            self._refuse_late_changes("what engines read would change under them")
         self.wait()
         if self._link.connected:
             self._link.refresh()
@@ -397,11 +416,13 @@ class WeightSync:
                 for part in moved:
                     for (target, param), value in part.sums.items():
                         total.add_sum(target, param, value)
+                untouched = lead.untouched()
                 names = {
                     str(rank): engine.name
                     for engine in lead.taking_part.values()
                     if engine.name not in failures
                     for rank in engine.ranks
+                    if str(rank) not in untouched
                 }
                 failures = _merge(failures, compare_checksums(total.sums, found, names))
         return failures

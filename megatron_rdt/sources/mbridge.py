@@ -36,6 +36,8 @@ _METHODS = ("_weight_name_mapping_mcore_to_hf", "_weight_merge_across_tp", "_wei
 # Of what bridges compute for direct mode.
 _ALIGNED = 64
 _MOST_COMPUTED = 64 << 20
+# Router correction biases are weights, but buffers; they exist only where a model uses them.
+_BUFFER = "router.expert_bias"
 _DECODER_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 # megatron-core 0.19 calls it mtp_model_layer.
 _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.")
@@ -195,8 +197,7 @@ class MBridgeSource:
                 "lm_head would not be the trainer's output_layer.weight"
             )
         named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
-        # Router correction biases are weights, but buffers; they exist only where a model uses them.
-        named += [(n, b) for n, b in model.named_buffers() if n.endswith("router.expert_bias")]
+        named += [(n, b) for n, b in model.named_buffers() if n.endswith(_BUFFER)]
         for raw, tensor in named:
             if tied and raw == "output_layer.weight":
                 continue  # the last stage's copy of the embedding
@@ -254,8 +255,8 @@ class MBridgeSource:
     def holds(self) -> Holdings:
         """Where the HF tensors lie in this rank's live parameters, without gathering anything.
 
-        Small tensors that a bridge says it computes (norms that scale by 1 + weight) lie in a
-        buffer beside them, which :meth:`refresh` brings up to date.
+        Small tensors that a bridge says it computes (norms that scale by 1 + weight), and router
+        correction biases, lie in a buffer beside them, which :meth:`refresh` brings up to date.
 
         Learned by tracing the conversion on meta tensors: no memory, no communication. Valid
         until memory moves (see :meth:`addresses`).
@@ -290,6 +291,11 @@ class MBridgeSource:
                 i * local.group_size + local.group_rank: tensor
                 for i, tensor in enumerate(local.tensors)
             }
+            if local.name.endswith(_BUFFER):
+                # Megatron changes it at the end of the backward pass, before the step: with
+                # overlap, under the engines' reads.
+                copies.append((local, [name for name, _ in converted]))
+                continue
             if may_compute(local.name):
                 computed = [one for one in converted if not _is_cut_out(tracer, one[1])]
                 converted = [one for one in converted if one not in computed]
@@ -298,7 +304,7 @@ class MBridgeSource:
             builder.add(local.name, own, tracer, converted)
         self._copies = self._make_copies(copies)
         for one in self._copies:
-            builder.add_copy(f"computed of {one.local.name}", one.hf_name, one.tensor)
+            builder.add_copy(f"made of {one.local.name}", one.hf_name, one.tensor)
         return replace(builder.build(), addresses=self.addresses())
 
     def _make_copies(self, wanted: Sequence[tuple[_Local, list[str]]]) -> list[_Copy]:

@@ -290,6 +290,10 @@ class Coordinator:
     def _all_layouts(self) -> list[EngineRankLayout]:
         return [layout for layouts in self._layouts.values() for layout in layouts]
 
+    def untouched(self) -> set[str]:
+        """Engine ranks that a name filter leaves as they are: nothing is sent to them."""
+        return {str(one.rank) for one in self._all_layouts() if not one.recording.wants}
+
     def prepare_direct(self, plan: DirectPlan) -> dict[str, BaseException]:
         """Every rank of the engines in a connect session prepares its reads.
 

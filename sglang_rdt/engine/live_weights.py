@@ -100,6 +100,11 @@ class LiveWeights:
             yield
             self._loadable.quantise()
 
+    @property
+    def derivable(self) -> bool:
+        """Whether what is derived of the served weights can be derived anew of them."""
+        return not self._loadable.derived_from
+
     def check_addresses(self) -> None:
         """Raises ReconnectError if a tensor that the loader fills moved since it was described.
 
@@ -202,8 +207,9 @@ class LiveWeights:
         return [*(self._reader.under_way() if self._reader else ()), *unfinished.unfinished()]
 
     def forget(self) -> None:
-        """Gives up what was prepared, and every registration."""
+        """Gives up what was prepared, what was recorded, and every registration."""
         self._forget_sources()
+        self.recording = None  # it is about memory that goes away here
         self._sums = None
         nixl.deregister(self._tensors.values())
         beside = [*self._computed.values(), *self._loadable.free()]

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_rdt import settings as settings_module
+from sglang_rdt.checksum import slice_sum
 from sglang_rdt.errors import EngineStateError, RecordError
 from sglang_rdt.plan.specs import Recording
 
@@ -142,7 +143,7 @@ def _process(wrapped: Callable[..., Any], _method: Any, args: Any, kwargs: Any) 
     notes = notes_of(layer)
     if notes is None:
         before = dict(layer._parameters)
-        states = {n: (p.data, p._version) for n, p in before.items() if p is not None}
+        states = {n: (p.data, _content(p)) for n, p in before.items() if p is not None}
         result = wrapped(*args, **kwargs)
         vars(layer)[_NOTES] = _noted(before, states, dict(layer._parameters))
         return result
@@ -157,25 +158,33 @@ def _process(wrapped: Callable[..., Any], _method: Any, args: Any, kwargs: Any) 
 
 def _noted(
     before: dict[str, torch.nn.Parameter | None],
-    states: dict[str, tuple[torch.Tensor, int]],
+    states: dict[str, tuple[torch.Tensor, int | None]],
     after: dict[str, torch.nn.Parameter | None],
 ) -> Notes:
     forms, repacked = {}, []
-    for name, (data, version) in states.items():
+    for name, (data, content) in states.items():
         parameter = before[name]
         assert parameter is not None
         if after.get(name) is not parameter:
             forms[name] = _Form.of(data)
             parameter.data = data.new_empty(0)
         elif hasattr(parameter, "weight_loader") and (
-            parameter._version != version
-            or _Form.of(parameter.data) != _Form.of(data)
+            _Form.of(parameter.data) != _Form.of(data)
             or parameter.data.data_ptr() != data.data_ptr()
+            or _content(parameter) != content
         ):
             # Its loadable form is lost, and a second pass would work on the first one's result.
             repacked.append(name)
     problem = f"repacks {', '.join(repacked)} in place" if repacked else None
     return Notes(before, after, forms, problem)
+
+
+def _content(parameter: torch.nn.Parameter) -> int | None:
+    """Tells whether a loaded parameter was written. Its version does not: most of SGLang writes to
+    ``parameter.data``, which has a version of its own."""
+    if not hasattr(parameter, "weight_loader") or parameter.device.type == "meta":
+        return None
+    return slice_sum(parameter.data, 0)
 
 
 def notes_of(layer: torch.nn.Module) -> Notes | None:
@@ -194,8 +203,17 @@ class Loadable:
     """The layers of ``model`` whose weights were replaced by quantised ones."""
 
     def __init__(self, model: Modules) -> None:
-        noted = [(name, layer, notes_of(layer)) for name, layer in model.named_modules()]
+        modules = dict(model.named_modules())
+        noted = [(name, layer, notes_of(layer)) for name, layer in modules.items()]
         self.layers = [(name, layer, n) for name, layer, n in noted if n is not None and n.forms]
+        # Of these SGLang derives the absorbed projections of latent attention, at the end of each
+        # session, from the form in which they are loaded.
+        self.derived_from = {
+            name
+            for name, _, _ in self.layers
+            for attention, _, own in [name.rpartition(".")]
+            if own == "kv_b_proj" and hasattr(modules.get(attention), "w_kc")
+        }
         self._allocated = False
 
     @property
@@ -205,8 +223,12 @@ class Loadable:
 
     def allocate(self) -> None:
         """Memory for the loadable form, with undefined values; kept until :meth:`free`."""
-        for _, _, notes in self.layers:
-            notes.allocate()
+        try:
+            for _, _, notes in self.layers:
+                notes.allocate()
+        except Exception:  # not enough memory: what the engine needs to run must not stay taken
+            self.free()
+            raise
         self._allocated = True
 
     def free(self) -> list[torch.Tensor]:
@@ -244,6 +266,12 @@ class Loadable:
             raise RecordError(
                 "the name filter keeps a part of what SGLang quantises as a whole: "
                 f"{', '.join(problems[:5])}: sync all of each layer or nothing of it"
+            )
+        derived = sorted(left & self.derived_from)
+        if derived:
+            raise RecordError(
+                f"{', '.join(derived[:5])}: what SGLang derives of it (w_kc, w_vc) is derived again at "
+                "the end of each sync, and what it was quantised of is gone: it cannot be left out"
             )
         return left
 
@@ -290,11 +318,14 @@ def problems(model: torch.nn.Module) -> list[str]:
 
 def _problem(layer: torch.nn.Module, method: Any) -> str | None:
     kind = type(method)
-    # What SGLang packs of unquantised weights, its sessions bring back. The scales of a KV cache
-    # are made again of themselves.
+    if getattr(layer, "use_intel_amx_backend", False):
+        return "packs weights for AMX, and no session brings them back"
+    # What else SGLang packs of unquantised weights, its sessions bring back. The scales of a KV
+    # cache are made again of themselves.
     if kind.__name__.startswith("Unquantized") or kind.__name__.endswith("KVCacheMethod"):
         return None
-    notes = notes_of(layer)
+    # Others leave a part of their work to these methods, and repack what they have made.
+    notes = notes_of(layer) if kind.__name__ in METHODS else None
     if notes is not None:
         return notes.problem
     if kind.__name__ in METHODS:

@@ -165,7 +165,7 @@ class RankSession:
                 raise EngineStateError(f"{self._who} is {self._weights_are.state}, not dirty")
             self._refuse_late_reads()
             if self._control.session_open or not self._control.has_session:
-                self._control.end_session()
+                self._control.end_session(changed=self.weights.derivable)
             self._control.set_version(version)
 
         problem = self._attempt("accepting", run)
@@ -436,6 +436,9 @@ class RankSession:
             self._unsound.add(written, what["detail"], self._runner)
         elif event == "commit" and recording is not None:
             self._unsound.clear(self._runner)
+        if event in ("abort", "tear") and self._request and self._request.purpose == "connect":
+            # Nobody is connected, so nobody would give back what was prepared for him.
+            self.weights.forget()
         self._request = None
         self._weights_are.on(event, **what)
         self._gate.release()

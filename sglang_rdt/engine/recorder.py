@@ -328,18 +328,18 @@ def _result_of_write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 def without_post_load(model: torch.nn.Module) -> Iterator[None]:
     """Loaders that derive something of the weights at their end do not do so inside: the session
     does it, once, when all weights have landed."""
-    mine = vars(model)
     name = "post_load_weights"
-    if not hasattr(model, name):
-        yield
-        return
-    before = {name: mine[name]} if name in mine else {}
-    mine[name] = lambda *_, **__: None
+    # Also where a model has another one inside, whose loader is called by its own.
+    tables = [vars(module) for module in model.modules() if hasattr(module, name)]
+    before = [{name: table[name]} if name in table else {} for table in tables]
+    for table in tables:
+        table[name] = lambda *_, **__: None
     try:
         yield
     finally:
-        del mine[name]
-        mine.update(before)
+        for table, mine in zip(tables, before, strict=True):
+            del table[name]
+            table.update(mine)
 
 
 def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> _Recorder:

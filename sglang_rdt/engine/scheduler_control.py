@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_rdt.engine import pipeline, quantised, runners
+from sglang_rdt.engine import derived, pipeline, quantised, runners
 from sglang_rdt.errors import EngineBusyError, EngineStateError
 
 # On a batch in SGLang's queue whose result was taken out of turn.
@@ -182,7 +182,7 @@ class SchedulerControl:
             )
 
     def _problems(self, model: torch.nn.Module) -> list[str]:
-        problems = quantised.problems(model)
+        problems = [*quantised.problems(model), *derived.problems(model)]
         if hasattr(model, "original_weights_rebuild_keys"):
             problems.append("load_format=flash_rl quantises in its own loader; start without it")
         with contextlib.suppress(ImportError):  # since 0.5.17

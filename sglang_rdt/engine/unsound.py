@@ -49,6 +49,7 @@ class Unsound:
     def refuse(self, kept: Kept, runner: str) -> None:
         """Raises EngineStateError if what a sync of ``runner`` keeps is not whole."""
         here = {want.source for want in kept.wants}
+        here |= {source for one in kept.computed for source in one.sources}
         for entry in self._entries:
             if runner == "draft" and entry.runner != "draft":
                 raise EngineStateError(

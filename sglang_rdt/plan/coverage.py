@@ -7,6 +7,7 @@ them all together.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,8 @@ from sglang_rdt.plan.specs import (
 
 # A slice that is no box of its tensor is checked element by element up to this size.
 MAX_BRUTE_FORCE = 1 << 24
+# How the engine's recorder calls it, see sglang_rdt/tracing.py.
+_CAST = re.compile(r"a cast from (\w+) to (\w+)")
 
 
 def union_of_specs(
@@ -279,9 +282,14 @@ def check_dtypes(
         else:
             problems.append(f"{line}; set SGLANG_RDT_ALLOW_CAST=1 to round")
     for one in layout.recording.computed:
+        # On the way, too: what is rounded first does not come back.
+        on_the_way = _CAST.findall(one.why)
         for name, written in itertools.product(one.sources, one.params):
             spec, param = specs.get(name), params.get(written)
-            if spec is None or param is None or not _rounds(spec.dtype, param.dtype):
+            if spec is None or param is None:
+                continue
+            become = [param.dtype, *(to for of, to in on_the_way if of == spec.dtype)]
+            if not any(_rounds(spec.dtype, dtype) for dtype in become):
                 continue
             line = (
                 f"{layout.rank}: {name} is {spec.dtype}, {written} is {param.dtype}, and the loader "

@@ -250,24 +250,30 @@ def test_other_quantised_weights_are_refused_by_name(fp8: Any) -> None:
     from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config, W8A8Int8LinearMethod
 
     model = nn.Module()
-    model.plain, model.packed, model.late = nn.Module(), nn.Module(), nn.Module()
-    model.plain.quant_method = UnquantizedLinearMethod()
+    model.plain, model.amx = nn.Module(), nn.Module()
+    model.packed, model.late = nn.Module(), nn.Module()
+    model.plain.quant_method = model.amx.quant_method = UnquantizedLinearMethod()
+    model.amx.use_intel_amx_backend = True
     model.packed.quant_method = W8A8Int8LinearMethod(W8A8Int8Config())
     model.late.quant_method = fp8.Fp8LinearMethod(
         fp8.Fp8Config(is_checkpoint_fp8_serialized=False, activation_scheme="dynamic")
     )
-    packed, late = quantised.problems(model)
+    amx, packed, late = quantised.problems(model)
+    assert amx.startswith("amx: UnquantizedLinearMethod packs weights for AMX")
     assert packed.startswith("packed: W8A8Int8LinearMethod changes weights after loading")
     assert late == ("late: Fp8LinearMethod was loaded without the patch quantised_weights")
 
 
+@pytest.mark.parametrize("how", ["parameter", "data"])
 def test_a_parameter_that_is_repacked_where_it_lies_is_refused(
-    fp8: Any, monkeypatch: pytest.MonkeyPatch
+    fp8: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     model = Model(fp8)
 
     def shuffled(weight: torch.Tensor) -> Any:
-        model.up.bias.add_(1)
+        # SGLang's copy_or_rebind_param does it by way of ``data``, which leaves the version alone.
+        bias = model.up.bias if how == "parameter" else model.up.bias.data
+        bias.add_(1)
         return quantise(weight)
 
     quantise = fp8.input_to_float8
@@ -287,3 +293,71 @@ def test_unquantised_models_have_none_of_it() -> None:
     specs = [TensorSpec("weight", (4, 4), "float32"), TensorSpec("bias", (4,), "float32")]
     assert weights.record(specs) == record_load(model, specs)
     assert quantised.Loadable(model).layers == []
+
+
+class Latent(nn.Module):
+    """Of one projection SGLang derives two, of the form in which it is loaded."""
+
+    def __init__(self, fp8: Any) -> None:
+        super().__init__()
+        config = fp8.Fp8Config(is_checkpoint_fp8_serialized=False, activation_scheme="dynamic")
+        self.attn = nn.Module()
+        self.attn.w_kc = torch.zeros(HIDDEN, HIDDEN)
+        self.attn.kv_b_proj = layer = nn.Module()
+        layer.quant_method = fp8.Fp8LinearMethod(config)
+        layer.quant_method.create_weights(
+            layer, HIDDEN, [HIDDEN], HIDDEN, HIDDEN, torch.bfloat16, weight_loader=_load
+        )
+        self.norm = nn.Parameter(torch.ones(HIDDEN, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+def test_what_more_is_derived_of_cannot_be_left_out(fp8: Any) -> None:
+    model = Latent(fp8)
+    layer = model.attn.kv_b_proj
+    assert LiveWeights(model, "here").derivable
+    layer.quant_method.process_weights_after_loading(layer)
+    weights = LiveWeights(model, "here")
+    assert not weights.derivable
+    name = "attn.kv_b_proj.weight"
+    specs = [
+        TensorSpec(name, (HIDDEN, HIDDEN), "bfloat16"),
+        TensorSpec("norm", (HIDDEN,), "bfloat16"),
+    ]
+    with pytest.raises(RecordError, match=r"attn.kv_b_proj: what SGLang derives of it"):
+        weights.record(specs, [name])
+    weights.record(specs, ["norm"])
+
+
+def test_a_method_that_leaves_a_part_to_fp8_is_another_one(fp8: Any) -> None:
+    class Mxfp4MarlinMoEMethod:
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            inner.process_weights_after_loading(layer)
+            layer.bias.data = layer.bias.data.flip(0)  # type: ignore[operator, union-attr]
+
+    model = Model(fp8)
+    inner = model.up.quant_method
+    model.up.quant_method = Mxfp4MarlinMoEMethod()
+    model.process()
+    (problem,) = quantised.problems(model)
+    assert problem.startswith("up: Mxfp4MarlinMoEMethod changes weights after loading")
+
+
+def test_memory_that_is_not_enough_is_given_back(fp8: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(fp8, 0)
+    weights = LiveWeights(model, "here")
+    loadable = quantised.Loadable(model)
+
+    def none_left(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        second = loadable.layers[1][2]
+        patched.setattr(second, "allocate", none_left)
+        with pytest.raises(torch.OutOfMemoryError):
+            weights.record(SPECS)
+    kept = [p for _, _, notes in loadable.layers for p in (notes.before[n] for n in notes.forms)]
+    assert sum(p.numel() for p in kept if p is not None) == 0

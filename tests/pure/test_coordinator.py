@@ -22,7 +22,7 @@ from sglang_rdt.plan.planner import Plan
 from sglang_rdt.plan.specs import TrainerRank
 from sglang_rdt.settings import Settings
 
-from .builders import spec, trainer
+from .builders import copy, engine_rank, layout, param, spec, trainer
 from .ranks import Engine
 from .wire import Wire, connect, handles
 
@@ -387,3 +387,11 @@ def test_one_rank_that_must_be_connected_again_is_enough(world: World) -> None:
     world.engine.ranks[0].control.fail["flush"] = EngineBusyError("3 running")
     (failure,) = world.coordinator.begin("s2").values()
     assert not failure.reconnect  # connecting again does not help the other one
+
+
+def test_ranks_that_nothing_is_sent_to_are_known() -> None:
+    coordinator = Coordinator(SETTINGS, ME)
+    to = param("w", (4, 3))
+    some, none = layout([to], [copy(to, W)]), layout([to], [], rank=engine_rank(1))
+    coordinator.take_back({"e": [some, none]})
+    assert coordinator.untouched() == {str(none.rank)}

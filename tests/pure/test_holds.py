@@ -485,6 +485,22 @@ def test_memory_that_moved_is_noticed_and_asked_for_again() -> None:
     assert new.tensors[3].data_ptr() == moved.data_ptr() != old.tensors[3].data_ptr()
 
 
+def test_a_correction_bias_is_what_it_was_when_parameters_were_final() -> None:
+    """Megatron changes it at the end of the backward pass, under a sync that overlaps with it."""
+    layers = [attention(0) | moe_mlp(0, bias=True)]
+    config = {"n_routed_experts": EXPERTS, "first_k_dense_replace": 0, "use_qk_norm": True}
+    (source,) = Job("glm4_moe", layers, moe=True, config=config).sources
+    holdings = source.holds()
+    hold = next(h for h in holdings.holds if h.source.endswith("e_score_correction_bias"))
+    live = next(p.tensor for p in source._params if p.name.endswith("expert_bias"))
+    live.fill_(1.0)
+    source.refresh()
+    assert read(holdings, hold).tolist() == [1.0] * EXPERTS
+    live.fill_(2.0)
+    assert read(holdings, hold).tolist() == [1.0] * EXPERTS
+    assert source.addresses() == holdings.addresses
+
+
 # Refusals.
 
 

@@ -984,6 +984,24 @@ def test_a_lost_connection_says_why_and_that_connecting_helps(engine: Engine, ho
     assert engine.call("abort_sync", "s2", "x") == ["current", "current"]
 
 
+def test_a_connect_that_is_given_up_leaves_nothing_behind(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten = []
+    for rank in engine.ranks:
+        forget = rank.session.weights.forget
+        monkeypatch.setattr(
+            rank.session.weights, "forget", lambda r=rank, f=forget: (forgotten.append(r), f())
+        )
+    assert good(engine.begin("c", "connect", connection=Connection("a", ME)))
+    assert good(engine.call("record_load", "c", SPECS))
+    assert engine.call("abort_sync", "c", "no plan") == ["current", "current"]
+    engine.settle()
+    assert forgotten == engine.ranks or forgotten == engine.ranks[::-1]
+    assert all(rank.session.weights.recording is None for rank in engine.ranks)
+    assert good(join(engine, ME, "b"))
+
+
 def test_only_the_connected_trainer_can_disconnect(engine: Engine) -> None:
     assert good(join(engine, ME, "a"))
     assert engine.call("disconnect", "other") == [None, None]
