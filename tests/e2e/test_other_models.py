@@ -48,6 +48,7 @@ def test_a_step_reaches_the_engine(
     assert first.nbytes == second.nbytes
 
 
+@pytest.mark.long
 def test_context_parallel_ranks_share_the_load(engines: EnginePool, trainers: TrainerPool) -> None:
     """They hold the same weights, as Megatron's own state says; its attention cannot train so."""
     served = engines.get(DENSE_TP1)

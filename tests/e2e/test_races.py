@@ -197,7 +197,7 @@ def race(rank: Any, numbers: list[int], start: float) -> list[tuple[int, float, 
     return done
 
 
-@pytest.mark.parametrize("mode", ["direct", "bucketed"])
+@pytest.mark.parametrize("mode", ["direct", pytest.param("bucketed", marks=pytest.mark.long)])
 def test_two_trainers_at_once(
     mode: Any, engines: EnginePool, trainers: TrainerPool, judge: Judge
 ) -> None:
