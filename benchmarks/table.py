@@ -213,17 +213,17 @@ def load(folder: Path) -> list[tuple[str, Mapping[str, Any]]]:
     return [(f.name, json.loads(f.read_text(encoding="utf-8"))) for f in files]
 
 
-def replaced(text: str, table: str) -> str:
+def replaced(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """``text`` with ``table`` between its markers.
 
     Raises:
         ValueError: the markers are not there, once each and in order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{BEGIN!r} and after it {END!r} must be there, once each")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"{begin!r} and after it {end!r} must be there, once each")
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ Source: sglang/srt/layers/quantization/fp8.py, ``process_weights_after_loading``
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -59,13 +60,15 @@ class Notes:
     after: dict[str, torch.nn.Parameter | None]
     forms: dict[str, _Form]
     problem: str | None
+    # Where the layer is in its model, for messages; known once the model is whole.
+    name: str = field(default="", init=False)
     # Between open and land the layer has the parameters of `before`.
     is_open: bool = field(default=False, init=False)
 
     @property
     def nbytes(self) -> int:
         """Memory that the replaced parameters take while they are there."""
-        return sum(_numel(f.shape) * f.dtype.itemsize for f in self.forms.values())
+        return sum(math.prod(f.shape) * f.dtype.itemsize for f in self.forms.values())
 
     def allocate(self) -> None:
         """Gives the replaced parameters memory, with undefined values."""
@@ -109,13 +112,15 @@ class Notes:
             new = made.get(name)
             if served is None or new is None:
                 if served is not new:
-                    raise EngineStateError(f"{name} was there after only one of two passes")
+                    raise EngineStateError(
+                        f"{self.name}.{name} was there after only one of two passes of quantising"
+                    )
                 continue
             if new is served:
                 continue
             if _Form.of(new.data) != _Form.of(served.data):
                 raise EngineStateError(
-                    f"{name} was quantised to {_Form.of(new.data)} and is served as "
+                    f"{self.name}.{name} was quantised to {_Form.of(new.data)} and is served as "
                     f"{_Form.of(served.data)}"
                 )
             served.data.copy_(new.data)
@@ -206,6 +211,8 @@ class Loadable:
         modules = dict(model.named_modules())
         noted = [(name, layer, notes_of(layer)) for name, layer in modules.items()]
         self.layers = [(name, layer, n) for name, layer, n in noted if n is not None and n.forms]
+        for name, _, notes in self.layers:
+            notes.name = name
         # Of these SGLang derives the absorbed projections of latent attention, at the end of each
         # session, from the form in which they are loaded.
         self.derived_from = {
@@ -329,7 +336,10 @@ def _problem(layer: torch.nn.Module, method: Any) -> str | None:
     if notes is not None:
         return notes.problem
     if kind.__name__ in METHODS:
-        return "was loaded without the patch quantised_weights"
+        return (
+            "was loaded without the patch quantised_weights: start the engine with "
+            "SGLANG_RDT_PATCH_QUANTISED_WEIGHTS=1"
+        )
     from sglang.srt.layers.quantization.base_config import QuantizeMethodBase as Base
 
     same = (
@@ -341,10 +351,3 @@ def _problem(layer: torch.nn.Module, method: Any) -> str | None:
 def _set(layer: torch.nn.Module, table: dict[str, torch.nn.Parameter | None]) -> None:
     layer._parameters.clear()
     layer._parameters.update(table)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +19,6 @@ from sglang_rdt.dispatch import written_by
 from sglang_rdt.engine.recorder import Live, Snapshot, describe_tensors, without_post_load
 from sglang_rdt.errors import RecordError, listed
 from sglang_rdt.plan.specs import Recording, Write
-
-_aten = torch.ops.aten
 
 
 class _Guard(TorchDispatchMode):
@@ -111,8 +108,11 @@ def _on_this_thread() -> Iterator[None]:
             future.set_exception(error)
         return future
 
-    with mock.patch.object(ThreadPoolExecutor, "submit", submit):
+    ThreadPoolExecutor.submit = submit  # type: ignore[method-assign, assignment]
+    try:
         yield
+    finally:
+        ThreadPoolExecutor.submit = elsewhere  # type: ignore[method-assign]
 
 
 def sources_in_order(recording: Recording, names: Sequence[str]) -> list[str]:

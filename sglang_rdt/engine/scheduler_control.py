@@ -178,7 +178,8 @@ class SchedulerControl:
         ]
         if problems:
             raise EngineStateError(
-                f"{self._who}: its weights cannot be loaded again: {'; '.join(problems)}"
+                f"{self._who}: its weights cannot be loaded again, so it must be started in another "
+                f"way (docs/quantised.md): {'; '.join(problems)}"
             )
 
     def _problems(self, model: torch.nn.Module) -> list[str]:

@@ -415,13 +415,17 @@ def _stepped(
     """
     out = dict(specs)
     seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
+    # Almost everything is held in the steps that the tensor has anyway.
+    usual = {name: {1, *slices.contiguous_stride(s.shape)} for name, s in specs.items()}
     for trainer in trainers:
         for hold in trainer.holds:
             if type(hold.hf) is not Slice or type(hold.source) is not str:
                 continue  # named later
             try:
+                if hold.source not in out or usual[hold.source].issuperset(hold.hf.stride):
+                    continue
                 key = hold.source, hold.hf.shape, hold.hf.stride
-                if key in seen or hold.source not in out:
+                if key in seen:
                     continue
                 seen.add(key)
             except TypeError:

@@ -18,7 +18,7 @@ from torch import nn
 from sglang_rdt.engine import quantised
 from sglang_rdt.engine.live_weights import LiveWeights
 from sglang_rdt.engine.recorder import record_load
-from sglang_rdt.errors import RecordError
+from sglang_rdt.errors import EngineStateError, RecordError
 from sglang_rdt.plan import coverage
 from sglang_rdt.plan.specs import EngineRankLayout, TensorSpec
 from tests.pure.builders import engine_rank
@@ -245,6 +245,16 @@ def _no_kernel(*_: Any, **__: Any) -> Any:
     raise RuntimeError("no kernel")
 
 
+def test_a_result_of_another_shape_is_named(fp8: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(fp8, 0)
+    weights = LiveWeights(model, "here")
+    weights.record(SPECS)
+    quantise = fp8.input_to_float8
+    monkeypatch.setattr(fp8, "input_to_float8", lambda w: quantise(w[:-1]))
+    with pytest.raises(EngineStateError, match=r"up\.weight was quantised to float8_e4m3fn"):
+        sync(weights, model, 1, session=True)
+
+
 def test_other_quantised_weights_are_refused_by_name(fp8: Any) -> None:
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config, W8A8Int8LinearMethod
@@ -261,7 +271,10 @@ def test_other_quantised_weights_are_refused_by_name(fp8: Any) -> None:
     amx, packed, late = quantised.problems(model)
     assert amx.startswith("amx: UnquantizedLinearMethod packs weights for AMX")
     assert packed.startswith("packed: W8A8Int8LinearMethod changes weights after loading")
-    assert late == ("late: Fp8LinearMethod was loaded without the patch quantised_weights")
+    assert late == (
+        "late: Fp8LinearMethod was loaded without the patch quantised_weights: start the engine with "
+        "SGLANG_RDT_PATCH_QUANTISED_WEIGHTS=1"
+    )
 
 
 @pytest.mark.parametrize("how", ["parameter", "data"])

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.table import replaced
 from tests.families import results
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -59,26 +60,13 @@ def render(records: Sequence[results.Record]) -> str:
     return "\n".join([*out, "", f"{len(records)} records of {when}, with {used}."])
 
 
-def replaced(text: str, table: str) -> str:
-    """``text`` with ``table`` between its markers.
-
-    Raises:
-        ValueError: the markers are not there, once each and in order.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{BEGIN!r} and after it {END!r} must be there, once each")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
-
-
 def main(argv: Sequence[str] | None = None, page: Path = PAGE, path: Path = results.PATH) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="the table in docs/families.md")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if it is old")
     args = parser.parse_args(argv)
     old = page.read_text(encoding="utf-8")
-    new = replaced(old, render(results.load(path)))
+    new = replaced(old, render(results.load(path)), BEGIN, END)
     if args.check:
         if old != new:
             print(

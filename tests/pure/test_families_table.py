@@ -94,4 +94,4 @@ def test_the_check_notices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     run(path, "2026-12-01", ("a", "call", "passed", QWEN))
     assert table.main(["--check"], page, path) == 1
     with pytest.raises(ValueError, match="once each"):
-        table.replaced("a", "new")
+        table.replaced("a", "new", table.BEGIN, table.END)
