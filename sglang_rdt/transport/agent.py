@@ -22,6 +22,7 @@ import logging
 import os
 import threading
 import uuid
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ from ray.experimental.rdt.nixl_tensor_transport import (
 
 from sglang_rdt import settings as settings_module
 from sglang_rdt.transport import unfinished
-from sglang_rdt.transport.transfer import Transfer
+from sglang_rdt.transport.transfer import Rows, Transfer
 from sglang_rdt.transport.waiting import poll
 
 logger = logging.getLogger("sglang_rdt")
@@ -79,8 +80,10 @@ class WeightTransport(NixlTensorTransport):
         self._memory: dict[str, RemoteMemory] = {}
         # Object -> where its storages were when it was put.
         self._put_at: dict[str, list[int]] = {}
-        self._prepared: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
+        self._prepared: OrderedDict[tuple[str, tuple[int, ...]], Transfer] = OrderedDict()
         self._prepared_lock = threading.Lock()
+        # All transfers of this process, so that none outlives the registration that it needs.
+        self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def tensor_transport_backend(self) -> str:
         """The name under which it is registered."""
@@ -171,7 +174,18 @@ class WeightTransport(NixlTensorTransport):
             known.metadata_count -= 1
             if not known.metadata_count:
                 del self._tensor_desc_cache[address]
+                self._lose(known.reg_desc)
                 self.get_nixl_agent().deregister_memory(known.reg_desc)
+
+    def _lose(self, registration: Any) -> None:
+        """No transfer that was prepared for this memory may be posted again."""
+        with self._prepared_lock:
+            transfers = list(self._transfers)
+        for i in range(registration.descCount()):
+            address, nbytes = (int(v) for v in registration[i][:2])
+            for transfer in transfers:
+                if not transfer.lost and transfer.reads_into(address, nbytes):
+                    transfer.lose_memory()
 
     def _metadata(self, tensors: list[torch.Tensor]) -> bytes:
         """How to reach this agent and these tensors' storages, and nothing else.
@@ -262,6 +276,13 @@ class WeightTransport(NixlTensorTransport):
             with contextlib.suppress(Exception):
                 self.get_nixl_agent().remove_remote_agent(name)
 
+    def prepare(self, remote: str, local: Rows, source: Rows, kinds: tuple[str, str]) -> Transfer:
+        """A transfer that ends with the registration of its local memory; see :class:`Transfer`."""
+        transfer = Transfer(self.get_nixl_agent(), remote, local, source, kinds)
+        with self._prepared_lock:
+            self._transfers.add(transfer)
+        return transfer
+
     def _know(self, obj_id: str, meta: NixlTransportMetadata) -> RemoteMemory:
         known = self._memory.get(obj_id)
         if known is not None:
@@ -290,10 +311,10 @@ class WeightTransport(NixlTensorTransport):
         key = (obj_id, _addresses(targets))
         with self._prepared_lock:
             handle = self._prepared.get(key)
-            if handle is not None:
+            # Other memory may have come to lie at the same address since.
+            if handle is not None and not handle.lost:
                 self._prepared.move_to_end(key)
                 return handle, key
-        agent = self.get_nixl_agent()
         with self._cache_lock:
             if not all(self._tensor_memory_registered(t) for t in targets):
                 raise RayDirectTransportError("a target's memory is not registered")
@@ -304,7 +325,7 @@ class WeightTransport(NixlTensorTransport):
         remote = [
             (a, n, memory.device) for a, n in zip(memory.addresses, memory.sizes, strict=True)
         ]
-        handle = Transfer(agent, memory.agent, local, remote, (kind, memory.kind))
+        handle = self.prepare(memory.agent, local, remote, (kind, memory.kind))
         with self._prepared_lock:
             self._prepared[key] = handle
             old = (

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from sglang_rdt.errors import DeadlineError, TransportError
 from sglang_rdt.transport import unfinished
-from sglang_rdt.transport.transfer import Transfer
 from sglang_rdt.transport.waiting import poll
 
 Rows = npt.NDArray[np.uint64]
@@ -49,8 +48,7 @@ class PreparedRead:
         self.nbytes = int(nbytes.sum())
         self.count = len(nbytes)
         try:
-            self._transfer = Transfer(
-                transport().get_nixl_agent(),
+            self._transfer = transport().prepare(
                 memory.agent,
                 _rows(local, nbytes, device),
                 _rows(remote, nbytes, memory.device),

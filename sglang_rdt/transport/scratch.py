@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_rdt.transport import nixl
+from sglang_rdt.transport import nixl, unfinished
 
 ALIGN = 16
 # Bytes that fill memory to which something is about to be copied, where nothing may pass for copied
@@ -36,7 +36,8 @@ class Scratch:
     def bytes(self, count: int) -> torch.Tensor:
         """The first ``count`` bytes: uint8, shape (count,). What was taken before is lost."""
         if self._buffer is None or self._buffer.numel() < count:
-            self.close()
+            if self._buffer is not None:
+                unfinished.close(_Registered(self._buffer))
             self._buffer = torch.empty(count, dtype=torch.uint8, device=self.device)
             nixl.register([self._buffer])
         return self._buffer[:count]
@@ -57,6 +58,19 @@ class Scratch:
 
     def close(self) -> None:
         """Gives the memory back."""
+        if self._buffer is not None:
+            _Registered(self._buffer).close()
+            self._buffer = None
+
+
+class _Registered:
+    """A buffer that was in use."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer: torch.Tensor | None = buffer
+
+    def close(self) -> None:
+        """Frees it."""
         if self._buffer is not None:
             nixl.deregister([self._buffer])
             self._buffer = None

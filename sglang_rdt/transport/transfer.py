@@ -16,6 +16,7 @@ import numpy as np
 
 # (address, bytes, device) each; also an array of shape (n, 3), uint64.
 Rows = Any
+_LOST = "the memory that it reads into was deregistered since"
 
 
 class Transfer:
@@ -35,6 +36,8 @@ class Transfer:
     ) -> None:
         self._agent = agent
         self.remote = remote
+        self._local = np.array(local, dtype=np.uint64)[:, 0].copy()
+        self._lost = False  # its local memory was deregistered
         self._handles: list[Any] = []
         self._at: int | None = None  # which of the two is under way
         try:
@@ -56,8 +59,10 @@ class Transfer:
         """Starts reading.
 
         Raises:
-            RuntimeError: NIXL refuses.
+            RuntimeError: NIXL refuses, or the memory to read into was deregistered since.
         """
+        if self._lost:
+            raise RuntimeError(_LOST)
         self._start(0)
 
     def _start(self, at: int) -> None:
@@ -81,6 +86,9 @@ class Transfer:
                 self._at = None
                 return str(state)
             if self._at == 0:
+                if self._lost:
+                    self._at = None
+                    raise RuntimeError(_LOST)
                 self._start(1)
             else:
                 self._at = None
@@ -95,6 +103,24 @@ class Transfer:
                     return True
             self._at = None
         return False
+
+    def reads_into(self, address: int, nbytes: int) -> bool:
+        """Whether any of it lands in these bytes of this process."""
+        at = self._local
+        return bool(((at >= np.uint64(address)) & (at < np.uint64(address + nbytes))).any())
+
+    def lose_memory(self) -> None:
+        """The memory that it reads into is about to be deregistered. NIXL's handle points to that
+        registration, and NIXL (1.5.1) dies of posting it, even where the same memory is registered
+        again: it must not be posted any more."""
+        self._lost = True
+        if not self.under_way():
+            self.release()
+
+    @property
+    def lost(self) -> bool:
+        """Whether it can never be posted again."""
+        return self._lost
 
     def release(self) -> None:
         """Gives the handles back; it must not be under way."""

@@ -130,6 +130,40 @@ class Reader:
         counts.append(_registrations())
         return counts
 
+    def pull_into_another_place_and_back(self, refs: list[Any]) -> tuple[float, float]:
+        """Registers the targets anew between two pulls, as memory that took their place would be."""
+        from sglang_rdt.transport import nixl
+        from sglang_rdt.transport.agent import transport
+
+        self.pull(refs)
+        (stale,) = transport()._prepared.values()
+        nixl.deregister(self.targets)
+        nixl.register(self.targets)
+        for t in self.targets:
+            t.fill_(-1.0)
+        got = self.pull(refs)
+        (fresh,) = transport()._prepared.values()
+        # NIXL may as well die of it.
+        assert stale.lost, "a transfer outlived its memory's registration"
+        assert fresh is not stale
+        return got
+
+    def read_after_deregistering(self) -> str:
+        from sglang_rdt.errors import TransportError
+        from sglang_rdt.transport import nixl
+        from sglang_rdt.transport.reads import read_all
+
+        read_all([self.read], 20.0)
+        nixl.deregister(self.targets)
+        nixl.register(self.targets)
+        try:
+            read_all([self.read], 20.0)
+        except TransportError as error:
+            return str(error)
+        finally:
+            self.read.release()
+        return ""
+
     def prepared(self) -> int:
         from sglang_rdt.transport.agent import transport
 
@@ -218,6 +252,17 @@ def test_storage_that_moves_leaves_no_registration_behind(pair: Any) -> None:
     _, reader, _ = pair
     counts = ray.get(reader.resize.remote(), timeout=60)
     assert counts == [(2, 2)] * 4 + [(0, 0)]
+
+
+def test_no_transfer_outlives_the_registration_of_the_memory_that_it_reads_into(pair: Any) -> None:
+    import ray
+
+    source, reader, refs = pair
+    ray.get(source.fill.remote(4.0), timeout=20)
+    got = ray.get(reader.pull_into_another_place_and_back.remote(refs), timeout=30)
+    assert got == (4.0 * COUNT, 4000.0)
+    ray.get(reader.prepare.remote(refs, [(0, 0, COUNT)]), timeout=30)
+    assert "was deregistered since" in ray.get(reader.read_after_deregistering.remote(), timeout=30)
 
 
 def test_a_dead_source_is_named_within_the_deadline(pair: Any) -> None:

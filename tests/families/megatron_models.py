@@ -1,4 +1,4 @@
-"""The tiny models of the zoo as Megatron-core models that train on a CPU."""
+"""The tiny models of the zoo as Megatron-core models that train on a CPU, or on a GPU."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=experts\.local_experts\.)(\d+)(?=\.)")
 
 
-def hf_config(name: str, *, tied: bool = False, nolora: bool = False) -> Any:
+def hf_config(name: str, *, tied: bool = False, nolora: bool = False, **sizes: Any) -> Any:
     """The zoo's config, where Megatron can do the same.
 
     Args:
         tied: one tensor for embedding and head.
         nolora: latent attention without a down projection of the queries, as Moonlight has it.
+        sizes: other numbers than the zoo's.
     """
     family = FAMILIES[name]
-    config = family.make_config()
+    config = family.make_config(**sizes)
     config.tie_word_embeddings = tied
     if nolora:
         config.q_lora_rank = None
@@ -40,12 +41,12 @@ def hf_config(name: str, *, tied: bool = False, nolora: bool = False) -> Any:
 
 
 def hf_state(
-    name: str, dtype: torch.dtype, mtp: bool = False, **config_options: bool
+    name: str, dtype: torch.dtype, mtp: bool = False, seed: int = SEED, **config_options: Any
 ) -> dict[str, Tensor]:
     """Checkpoint tensors, every one random. Copies of others are copies."""
     config = hf_config(name, **config_options)
     family = FAMILIES[name]
-    state = family.hf_state(SEED, dtype, config, mtp=mtp)
+    state = family.hf_state(seed, dtype, config, mtp=mtp)
     for key, tensor in state.items():
         if "linear_attn.norm" in key:
             # So that to take 1 away and to add it again changes nothing.
@@ -76,17 +77,19 @@ class FamilyTrainer(TinyTrainer):
         dtype: torch.dtype = torch.float32,
         mtp: bool = False,
         lr: float = 1e-3,
-        **config_options: bool,
+        device: str = "cpu",
+        **config_options: Any,
     ) -> None:
-        from megatron_rdt import cpu
+        if device == "cpu":
+            from megatron_rdt import cpu
 
-        cpu.install()  # before megatron.core is imported
+            cpu.install()  # before megatron.core is imported
         self.family, self.layout, self.mtp = name, layout, mtp
         self.hf_config, self._options = hf_config(name, **config_options), config_options
         self.padded_vocab = -(-self.hf_config.vocab_size // 32) * 32
         self.model = SimpleNamespace(vocab=self.hf_config.vocab_size)  # type: ignore[assignment]
         self.rank, self.steps = torch.distributed.get_rank(), 0
-        self._dtype, self._seed, self._device = dtype, SEED, torch.device("cpu")
+        self._dtype, self._seed, self._device = dtype, SEED, torch.device(device)
         self._stale_after_step = False
         _init_model_parallel(layout, SEED)
         self.config = _transformer_config(name, self.hf_config, layout, dtype, mtp)
@@ -108,7 +111,7 @@ class FamilyTrainer(TinyTrainer):
             more["mtp_block_spec"] = get_gpt_mtp_block_spec(
                 self.config, block, use_transformer_engine=False
             )
-        return GPTModel(
+        chunk = GPTModel(
             config=self.config,
             transformer_layer_spec=block,
             vocab_size=self.padded_vocab,
@@ -121,6 +124,7 @@ class FamilyTrainer(TinyTrainer):
             rotary_percent=rope.get("partial_rotary_factor", 1.0),
             **more,
         )
+        return chunk.to(self._device)
 
     def _load_initial_weights(self, chunks: list[Any]) -> None:
         self.load(hf_state(self.family, self._dtype, self.mtp, **self._options), chunks)

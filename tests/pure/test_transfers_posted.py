@@ -149,3 +149,29 @@ def test_scratch_memory_outlives_what_may_write_into_it() -> None:
     assert memory.closed
     unfinished.close(other)  # type: ignore[arg-type]
     assert other.closed
+
+
+def test_a_transfer_ends_with_the_registration_of_the_memory_that_it_reads_into() -> None:
+    transfer, first, second = made()
+    assert not transfer.reads_into(1064, 64)
+    assert not transfer.reads_into(900, 100)
+    assert transfer.reads_into(1000, 1)
+    transfer.lose_memory()
+    assert transfer.lost
+    assert first.released
+    assert second.released
+    with pytest.raises(RuntimeError, match="was deregistered since"):
+        transfer.post()
+    assert first.posted == 0
+
+
+def test_one_under_way_is_not_released_before_it_has_ended_and_posts_nothing_more() -> None:
+    transfer, first, second = made()
+    transfer.post()
+    transfer.lose_memory()
+    assert not first.released
+    first.state = "DONE"
+    with pytest.raises(RuntimeError, match="was deregistered since"):
+        transfer.state()
+    assert second.posted == 0
+    assert not transfer.under_way()
