@@ -4,7 +4,7 @@ Megatron trains on one GPU; the engine that is synced runs on the other. Beside 
 engine that SGLang itself started from the trainer's checkpoint: every parameter of the two is equal,
 and so is every log-probability that they give, in every bit. Megatron's own forward judges both.
 
-pytest tests/gpu/test_families.py -m gpu
+pytest tests/families/test_served_on_gpu.py -m gpu
 """
 
 from __future__ import annotations
