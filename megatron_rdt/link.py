@@ -532,6 +532,7 @@ class EngineLink:
                 "engine_failures",
                 "include",
                 "exclude",
+                "keep",
                 "runner",
             )
         }

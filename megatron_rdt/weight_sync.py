@@ -57,6 +57,8 @@ class WeightSync:
         include: patterns of HF names: only tensors that match one are synced, and what the others
             would fill stays as it is on the engines (LoRA, frozen parts). Default: the settings'.
         exclude: patterns of HF names that are not synced. Default: the settings'.
+        keep: patterns of the engine's own parameters that the trainer has no tensor for, such as a
+            vision tower beside a language model, and that stay as they are. Default: the settings'.
         runner: which model of engines with speculative decoding: ``target``, ``draft`` or ``both``.
             Default: the settings'.
 
@@ -76,10 +78,15 @@ class WeightSync:
         settings: Settings | None = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
+        keep: Sequence[str] | None = None,
         runner: Runner | None = None,
     ) -> None:
         self.settings = settings or settings_module.load()
-        for name, patterns in (("include", include), ("exclude", exclude)):
+        for name, patterns in (
+            ("include", include),
+            ("exclude", exclude),
+            ("keep", keep),
+        ):
             if isinstance(patterns, str):
                 raise RdtError(f"{name} takes a list of patterns, such as [{patterns!r}]")
             if patterns is not None:

@@ -221,6 +221,13 @@ class Settings:
         parse_patterns,
         "Patterns of HF names: tensors that match one are not synced.",
     )
+    keep: tuple[str, ...] = _setting(
+        "SGLANG_RDT_KEEP",
+        (),
+        parse_patterns,
+        "Patterns of names of the engine's own parameters: those are kept as they are, and the "
+        "trainer must have no tensor for them (a vision tower beside a language model).",
+    )
     runner: Runner = _setting(
         "SGLANG_RDT_RUNNER",
         "target",

@@ -24,6 +24,7 @@ from sglang_rdt.plan import report
 from sglang_rdt.plan.costs import LinkCosts
 from sglang_rdt.plan.direct import DirectPlan, make_direct_plan
 from sglang_rdt.plan.planner import Plan, make_plan
+from sglang_rdt.plan.selection import unmatched
 from sglang_rdt.plan.specs import EngineRankLayout, TensorSpec, TrainerRank
 from sglang_rdt.settings import Settings
 
@@ -179,7 +180,7 @@ class Coordinator:
             for name in alive
         }
         step("begin_sync", lambda e: e.start("begin_sync", requests[e.name]))
-        arguments = (list(specs), sorted(kept))
+        arguments = (list(specs), sorted(kept), self._settings.keep)
         recordings = step(
             "record_load", lambda e: e.start("record_load", sessions[e.name], *arguments)
         )
@@ -191,6 +192,8 @@ class Coordinator:
                 EngineRankLayout(rank, tuple(p), r)
                 for rank, p, r in zip(engine.ranks, params[name], recordings[name], strict=True)
             ]
+            if not_there := unmatched(self._layouts[name], self._settings.keep):
+                problems[name] = PlanError(f"{name}: the name filter", not_there)
         # Ranks that did begin must not stay parked; those that did not will say so.
         self.give_up(problems)
         self.taking_part = dict(self.engines)

@@ -10,6 +10,7 @@ layouts without paying for it.
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -409,13 +410,32 @@ class TinyTrainer:
         """Takes Megatron's groups down; another trainer can be built in this process then."""
         import torch.distributed as dist
         from megatron.core import parallel_state
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
         from torch.distributed import distributed_c10d as c10d
 
+        for chunk in self.model_chunks:
+            _let_go(chunk)
+        self.model_chunks, self.optimizer = [], None
+        RotaryEmbedding.forward.cache_clear()  # it caches its embeddings, too
         parallel_state.destroy_model_parallel()
-        # Megatron forgets its groups without destroying them: 51 threads of gloo's each time.
+        # Megatron forgets its groups without destroying them.
         for group in list(c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+        gc.collect()  # a model is full of cycles; three threads of gloo's poll for each group
+
+
+def _let_go(chunk: Any) -> None:
+    """Takes apart what would keep a chunk, and its groups with three threads of gloo's each: hooks
+    that hold the chunk are held by autograd's graph, and the graph by the chunk, where Python's
+    garbage collector cannot see."""
+    chunk.grad_accs = []
+    for module in chunk.modules():
+        # The dispatcher of a mixture of experts keeps the probabilities of the last micro batch.
+        for holder in (module, getattr(module, "token_dispatcher", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(holder, name, None)
 
 
 def _init_model_parallel(layout: Layout, seed: int) -> None:

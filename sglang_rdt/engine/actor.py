@@ -239,12 +239,17 @@ class RdtSchedulerActor:
         return self.rdt_identity()
 
     def record_load(
-        self, sync_id: str, hf_specs: Sequence[TensorSpec], kept: Sequence[str] = ()
+        self,
+        sync_id: str,
+        hf_specs: Sequence[TensorSpec],
+        kept: Sequence[str] = (),
+        left: Sequence[str] = (),
     ) -> Recording:
         """What this rank wants of which HF tensor, from the model's own ``load_weights``.
 
         Args:
             kept: names of those that are not synced.
+            left: patterns of parameters that none of them is for, and that stay as they are.
 
         Raises:
             RecordError: the loader does more than copy slices, or ``kept`` cuts through what it
@@ -253,7 +258,7 @@ class RdtSchedulerActor:
 
         def record() -> Recording:
             self._session.require(sync_id)
-            return self._session.weights.record(hf_specs, kept)
+            return self._session.weights.record(hf_specs, kept, left)
 
         return self._command(record, sync_id)
 

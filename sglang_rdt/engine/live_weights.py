@@ -19,7 +19,7 @@ from sglang_rdt.engine.runners import Models, record
 from sglang_rdt.errors import EngineStateError, ReconnectError, SlicesError, TransportError
 from sglang_rdt.plan import slices
 from sglang_rdt.plan.buckets import Target
-from sglang_rdt.plan.selection import keep
+from sglang_rdt.plan.selection import keep, leave
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import (
     ITEMSIZE,
@@ -128,7 +128,12 @@ class LiveWeights:
                 f"({', '.join(moved[:5])}); connect again"
             )
 
-    def record(self, specs: Sequence[TensorSpec], kept: Iterable[str] = ()) -> Recording:
+    def record(
+        self,
+        specs: Sequence[TensorSpec],
+        kept: Iterable[str] = (),
+        left: Sequence[str] = (),
+    ) -> Recording:
         """See :func:`sglang_rdt.engine.recorder.record_load`; remembered for checksums.
 
         What was prepared for the trainer before is given up.
@@ -136,6 +141,7 @@ class LiveWeights:
         Args:
             kept: names of HF tensors that are not synced: what only they fill is neither read,
                 overwritten nor summed up.
+            left: patterns of parameters that ``specs`` have nothing for, and that stay as well.
         """
         self._forget_sources()
         self._computed = {}
@@ -151,6 +157,7 @@ class LiveWeights:
         self.refresh()
         with self._loadable.loadable():
             recording = keep(record(self._model, specs), kept)
+        recording = leave(recording, self.specs.values(), left)
         self._loadable.without(recording)  # refuses what is kept in part
         by_name = {s.name: s for s in specs}
         self._allocate([by_name[n] for n in sources_in_order(recording, list(by_name))])
@@ -206,9 +213,13 @@ class LiveWeights:
         """Where transfers come from that were given up, and may still write into the parameters."""
         return [*(self._reader.under_way() if self._reader else ()), *unfinished.unfinished()]
 
-    def forget(self) -> None:
-        """Gives up what was prepared, what was recorded, and every registration."""
-        self._forget_sources()
+    def forget(self, *, closed: bool = False) -> None:
+        """Gives up what was prepared, what was recorded, and every registration.
+
+        Args:
+            closed: the trainer is gone for good.
+        """
+        self._forget_sources(closed=closed)
         self.recording = None  # it is about memory that goes away here
         self._sums = None
         nixl.deregister(self._tensors.values())
@@ -219,12 +230,12 @@ class LiveWeights:
         unfinished.close(self.scratch)
         self.scratch = Scratch(self.device)
 
-    def _forget_sources(self) -> None:
+    def _forget_sources(self, *, closed: bool = False) -> None:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
         self.sources.clear()
-        nixl.forget()
+        nixl.forget(closed=closed)
 
     def prepare_direct(
         self,

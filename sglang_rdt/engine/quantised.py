@@ -262,6 +262,7 @@ class Loadable:
         synced |= {p for one in recording.computed for p in one.params} if recording else set()
         kept = {want.param for want in recording.kept.wants} if recording else set()
         kept |= {p for one in recording.kept.computed for p in one.params} if recording else set()
+        kept |= recording.kept.params if recording else set()
         left, problems = set(), []
         for name, _, notes in self.layers:
             replaced = {f"{name}.{p}" if name else p for p in notes.forms}

@@ -151,7 +151,7 @@ class RankSession:
         """The trainer of ``token`` is done with this engine; nothing if another one is connected."""
         if self._connection is not None and self._connection.trainer.token == token:
             self._connection, self._disconnected = None, "its trainer has closed the connection"
-            self.weights.forget()
+            self.weights.forget(closed=True)
 
     def accept(self, version: str) -> None:
         """The user has a dirty engine serve what it has, labelled ``version``. All ranks or none.

@@ -50,6 +50,7 @@ class Unsound:
         """Raises EngineStateError if what a sync of ``runner`` keeps is not whole."""
         here = {want.source for want in kept.wants}
         here |= {source for one in kept.computed for source in one.sources}
+        here |= kept.params  # no sync ever tears them, but memory that is given back does
         for entry in self._entries:
             if runner == "draft" and entry.runner != "draft":
                 raise EngineStateError(

@@ -173,7 +173,8 @@ def check_rank(
     ``allow_padding``: a loader that fills up a tensor that is too small would hide a mistake.
 
     With a name filter, what it keeps counts: elements stay as they are where HF tensors that are
-    not synced, and nothing else, would fill them.
+    not synced, and nothing else, would fill them. A parameter that is kept by its own name must be
+    filled by nothing.
     """
     who = str(layout.rank)
     recording = layout.recording.whole()
@@ -203,6 +204,15 @@ def check_rank(
     for param in layout.params:
         key = region[param.name]
         if key in seen or (param.buffer and key not in parts):
+            continue
+        if param.name in recording.kept.params:
+            if key in parts:
+                labels = ", ".join(sorted({label for _, label in parts[key]}))
+                problems.append(
+                    f"{who}: {param.name} is to be kept (SGLANG_RDT_KEEP), but comes from {labels}: "
+                    "what the trainer has is kept by its HF name (SGLANG_RDT_EXCLUDE)"
+                )
+            seen.add(key)
             continue
         seen.add(key)
         if param.numel:

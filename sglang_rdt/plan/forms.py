@@ -243,7 +243,8 @@ def check_layout(layout: EngineRankLayout) -> list[str]:
     if (
         type(kept) is not Kept
         or type(kept.names) is not frozenset
-        or not all(type(name) is str for name in kept.names)
+        or type(kept.params) is not frozenset
+        or not all(type(name) is str for name in (*kept.names, *kept.params))
     ):
         return [f"{who}: {brief(kept)} is nothing that a filter keeps"]
     problems: list[str] = []

@@ -155,6 +155,8 @@ def _lines(
         left[constant.param] = left.get(constant.param, 0) + constant.dst.numel
     for param, count in left.items():
         yield line(param, "kept", names.get(param, ()), count * ITEMSIZE[params[param].dtype])
+    for param in sorted(recording.kept.params & params.keys()):
+        yield line(param, "kept", (), params[param].nbytes, "the trainer has no tensor for it")
 
 
 def save(one: Report, path: Path) -> None:

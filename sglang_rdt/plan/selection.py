@@ -4,6 +4,9 @@ The engine records its loader with all HF tensors, so that the proof is about th
 element of every parameter comes from exactly one place. Then what comes from tensors that are not
 synced is taken out of what a sync does, and kept aside for that proof. An element that only kept
 tensors fill stays as it is; nothing else may.
+
+What the trainer has no tensor for at all, such as the vision tower beside a language model, can be
+kept by the names of the engine's own parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from sglang_rdt.errors import PlanError, RecordError, listed
-from sglang_rdt.plan.specs import Kept, Recording, TensorSpec
+from sglang_rdt.plan.specs import EngineRankLayout, Kept, ParamSpec, Recording, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +106,33 @@ def keep(recording: Recording, names: Iterable[str]) -> Recording:
             recording.kept.constants
             + tuple(c for c in recording.constants if c.param in only_kept),
             recording.kept.computed + tuple(one for one in computed if one not in done),
+            recording.kept.params,
         ),
         **changes,
     )
+
+
+def leave(recording: Recording, params: Iterable[ParamSpec], patterns: Sequence[str]) -> Recording:
+    """``recording``, in which parameters that match one of ``patterns`` are kept.
+
+    Buffers need no word: they stay unless the loader writes them.
+    """
+    names = frozenset(p.name for p in params if not p.buffer and _matches(p.name, patterns))
+    if not names:
+        return recording
+    kept = replace(recording.kept, params=recording.kept.params | names)
+    return replace(recording, kept=kept)
+
+
+def unmatched(layouts: Iterable[EngineRankLayout], patterns: Sequence[str]) -> list[str]:
+    """One line per pattern for :func:`leave` that no parameter of these engine ranks matches."""
+    names = {p.name for one in layouts for p in one.params if not p.buffer}
+    return [
+        f"keep pattern {pattern!r} (SGLANG_RDT_KEEP) matches none of the engine's {len(names)} "
+        "parameters"
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def _refuse_cuts(recording: Recording, kept: frozenset[str]) -> None:

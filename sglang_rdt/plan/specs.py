@@ -154,12 +154,16 @@ def is_scratch(param: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What a sync leaves as it is, because a name filter says so or because it belongs to another
-    model: ``names`` of HF tensors, and what the loader would do with them."""
+    model: ``names`` of HF tensors, and what the loader would do with them.
+
+    ``params``: engine parameters that the trainer has nothing for, and that stay by the user's word.
+    """
 
     names: frozenset[str] = frozenset()
     wants: tuple[Want, ...] = ()
     constants: tuple[Constant, ...] = ()
     computed: tuple[Computed, ...] = ()
+    params: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,9 @@ class WeightTransport(NixlTensorTransport):
     def __init__(self) -> None:
         super().__init__()
         self._memory: dict[str, RemoteMemory] = {}
+        # Of the connection before: a trainer that connects again mostly offers the same objects.
+        self._former: dict[str, RemoteMemory] = {}
+        self._doubtful: set[str] = set()  # agents of whom something went wrong
         # Object -> where its storages were when it was put.
         self._put_at: dict[str, list[int]] = {}
         self._prepared: OrderedDict[tuple[str, tuple[int, ...]], Transfer] = OrderedDict()
@@ -258,23 +261,37 @@ class WeightTransport(NixlTensorTransport):
         """Where the bytes of an object lie that this process has got (``ray.get``)."""
         return self._memory[obj_id]
 
-    def forget(self) -> None:
-        """Releases every prepared transfer and everything known of other processes' objects.
+    def forget(self, *, closed: bool = False) -> None:
+        """Releases every prepared transfer, and lets go of other processes' objects.
 
-        Due before objects of a new connection come: memory that their owner gave up, and
-        registered again, must not meet what was known of it.
+        Due before objects of a new connection come. An object that comes again is the memory that
+        it was, and is known at once; an agent whose objects are others is taken anew, since memory
+        that its owner gave up, and registered again, must not meet what was known of it.
+
+        Args:
+            closed: nothing of this will come again. (UCX, by way of NIXL 1.5.1, closes no
+                connection over TCP whose other end it made by itself: each time that an agent is
+                taken anew costs a socket on both sides until one of the processes ends.)
         """
         with self._prepared_lock:
             handles = list(self._prepared.values())
             self._prepared.clear()
-        agents = {memory.agent for memory in self._memory.values()}
-        self._memory.clear()
         for handle in handles:
             _release(handle)
-        for name in agents - unfinished.remotes():
-            # One that is gone already is what was wanted.
-            with contextlib.suppress(Exception):
-                self.get_nixl_agent().remove_remote_agent(name)
+        if not (self._memory or closed or self._doubtful):
+            return
+        known = {memory.agent for memory in (*self._memory.values(), *self._former.values())}
+        staying = set() if closed else {m.agent for m in self._memory.values()} - self._doubtful
+        for name in known - staying - unfinished.remotes():
+            self._remove(name)
+        self._former = {k: m for k, m in self._memory.items() if m.agent in staying}
+        self._memory = {}
+        self._doubtful.clear()
+
+    def _remove(self, name: str) -> None:
+        # One that is gone already is what was wanted.
+        with contextlib.suppress(Exception):
+            self.get_nixl_agent().remove_remote_agent(name)
 
     def prepare(self, remote: str, local: Rows, source: Rows, kinds: tuple[str, str]) -> Transfer:
         """A transfer that ends with the registration of its local memory; see :class:`Transfer`."""
@@ -284,11 +301,22 @@ class WeightTransport(NixlTensorTransport):
         return transfer
 
     def _know(self, obj_id: str, meta: NixlTransportMetadata) -> RemoteMemory:
-        known = self._memory.get(obj_id)
+        known = self._memory.get(obj_id) or self._former.pop(obj_id, None)
         if known is not None:
+            self._memory[obj_id] = known
             return known
+        name = meta.nixl_agent_name
+        former = [key for key, m in self._former.items() if m.agent == name]
+        if former and not any(m.agent == name for m in self._memory.values()):
+            for key in former:
+                del self._former[key]
+            self._remove(name)
         agent = self.get_nixl_agent()
-        agent.add_remote_agent(meta.nixl_agent_meta)
+        try:
+            agent.add_remote_agent(meta.nixl_agent_meta)
+        except Exception:
+            self._doubtful.add(name)
+            raise
         descs = agent.deserialize_descs(meta.nixl_serialized_descs)
         rows = [descs[i] for i in range(descs.descCount())]
         if len(rows) != len(meta.tensor_meta):
@@ -341,7 +369,12 @@ class WeightTransport(NixlTensorTransport):
         with self._prepared_lock:
             handle = self._prepared.pop(key, None)
         if handle is not None:
+            self._doubtful.add(handle.remote)
             _release(handle)
+
+    def doubt(self, remote: str) -> None:
+        """Has what is known of this agent forgotten with the connection: something went wrong."""
+        self._doubtful.add(remote)
 
 
 def _release(transfer: Transfer) -> None:

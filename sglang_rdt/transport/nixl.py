@@ -142,11 +142,15 @@ def memory_of(ref: Any, timeout_s: float) -> RemoteMemory:
         ) from None
 
 
-def forget() -> None:
-    """Releases prepared transfers and what is known of other processes' memory, if any."""
+def forget(*, closed: bool = False) -> None:
+    """Releases prepared transfers and lets go of what is known of other processes' memory, if any.
+
+    Args:
+        closed: it will not come again.
+    """
     agent = sys.modules.get("sglang_rdt.transport.agent")
     if agent is not None:
-        agent.transport().forget()
+        agent.transport().forget(closed=closed)
 
 
 def pull(ref: Any, targets: Sequence[torch.Tensor], timeout_s: float) -> None:

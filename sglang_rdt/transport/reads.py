@@ -70,7 +70,13 @@ class PreparedRead:
         try:
             self._transfer.post()
         except Exception as error:
+            self._doubt()
             raise TransportError(f"reading from {self.who} failed: {error}") from None
+
+    def _doubt(self) -> None:
+        from sglang_rdt.transport.agent import transport
+
+        transport().doubt(self._transfer.remote)
 
     def wait(self, deadline: float, timeout_s: float) -> None:
         """Returns when every byte is there; both sides may change their memory then.
@@ -85,8 +91,10 @@ class PreparedRead:
         try:
             done = poll(self._transfer.state, max(deadline - time.monotonic(), 0.0))
         except Exception as error:
+            self._doubt()
             raise TransportError(f"reading from {self.who} failed: {error}") from None
         if not done:
+            self._doubt()
             raise DeadlineError(f"reads from {self.who}", "pull", timeout_s)
 
     def under_way(self) -> bool:

@@ -28,6 +28,16 @@ class Source:
     def reference(self) -> list[Any]:
         return [self.ref]
 
+    def again(self) -> list[Any]:
+        """The same memory, registered and put anew."""
+        from sglang_rdt.transport import nixl
+
+        self.ref = None
+        nixl.deregister(self.tensors)
+        nixl.register(self.tensors)
+        self.ref = nixl.put(self.tensors)
+        return [self.ref]
+
     def fill(self, value: float) -> None:
         for t in self.tensors:
             t.fill_(value)
@@ -164,6 +174,29 @@ class Reader:
             self.read.release()
         return ""
 
+    def reconnect(self, refs: list[Any], rounds: int) -> list[int]:
+        """How many connections this process has after each time that it read and let go."""
+        import psutil
+
+        from sglang_rdt.transport import nixl
+
+        counts = []
+        for _ in range(rounds):
+            self.prepare(refs, [(0, 0, 100)])
+            self.many(1)
+            self.pull(refs)
+            self.read.release()
+            nixl.forget()
+            nixl.forget()  # as a connect does it that follows upon released memory
+            here = psutil.Process().net_connections(kind="inet")
+            counts.append(sum(c.status == psutil.CONN_ESTABLISHED for c in here))
+        return counts
+
+    def known(self) -> tuple[int, int]:
+        from sglang_rdt.transport.agent import transport
+
+        return len(transport()._memory), len(transport()._former)
+
     def prepared(self) -> int:
         from sglang_rdt.transport.agent import transport
 
@@ -263,6 +296,27 @@ def test_no_transfer_outlives_the_registration_of_the_memory_that_it_reads_into(
     assert got == (4.0 * COUNT, 4000.0)
     ray.get(reader.prepare.remote(refs, [(0, 0, COUNT)]), timeout=30)
     assert "was deregistered since" in ray.get(reader.read_after_deregistering.remote(), timeout=30)
+
+
+def test_who_connects_again_leaves_no_connection_behind(pair: Any) -> None:
+    import ray
+
+    _, reader, refs = pair
+    counts = ray.get(reader.reconnect.remote(refs, 6), timeout=60)
+    assert counts[1:] == counts[:-1]
+
+
+def test_memory_that_was_registered_anew_is_not_taken_for_what_it_was(pair: Any) -> None:
+    import ray
+
+    source, reader, refs = pair
+    assert ray.get(reader.pull.remote(refs), timeout=30)[1] == 0.0
+    again = ray.get(source.again.remote(), timeout=30)
+    ray.get(reader.forget.remote(), timeout=20)
+    ray.get(source.fill.remote(5.0), timeout=20)
+    assert ray.get(reader.pull.remote(again), timeout=30) == (5.0 * COUNT, 5000.0)
+    # Not even known any more: nothing of the agent's is but what came since.
+    assert ray.get(reader.known.remote(), timeout=20) == (1, 0)
 
 
 def test_a_dead_source_is_named_within_the_deadline(pair: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -78,18 +79,21 @@ class FamilyTrainer(TinyTrainer):
         mtp: bool = False,
         lr: float = 1e-3,
         device: str = "cpu",
+        seed: int = SEED,
         **config_options: Any,
     ) -> None:
         if device == "cpu":
             from megatron_rdt import cpu
 
             cpu.install()  # before megatron.core is imported
+        elif FAMILIES[name].mla:
+            _let_attention_be_latent()
         self.family, self.layout, self.mtp = name, layout, mtp
         self.hf_config, self._options = hf_config(name, **config_options), config_options
         self.padded_vocab = -(-self.hf_config.vocab_size // 32) * 32
         self.model = SimpleNamespace(vocab=self.hf_config.vocab_size)  # type: ignore[assignment]
         self.rank, self.steps = torch.distributed.get_rank(), 0
-        self._dtype, self._seed, self._device = dtype, SEED, torch.device(device)
+        self._dtype, self._seed, self._device = dtype, seed, torch.device(device)
         self._stale_after_step = False
         _init_model_parallel(layout, SEED)
         self.config = _transformer_config(name, self.hf_config, layout, dtype, mtp)
@@ -127,7 +131,8 @@ class FamilyTrainer(TinyTrainer):
         return chunk.to(self._device)
 
     def _load_initial_weights(self, chunks: list[Any]) -> None:
-        self.load(hf_state(self.family, self._dtype, self.mtp, **self._options), chunks)
+        state = hf_state(self.family, self._dtype, self.mtp, self._seed, **self._options)
+        self.load(state, chunks)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Without the layers of multi-token prediction, which Megatron runs with labels only."""
@@ -348,8 +353,12 @@ def _block_spec(name: str, c: Any, config: Any) -> Any:
     )
     if name == "gpt_oss":
         for spec in block.layer_specs:
-            spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = _own_output()
+            _submodules(_submodules(spec.submodules.mlp).experts).linear_fc2 = _own_output()
     return block
+
+
+def _submodules(spec: Any) -> Any:
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _own_output() -> type:
@@ -367,13 +376,14 @@ def _own_output() -> type:
 
 def _qwen3_5_layers(c: Any, config: Any) -> list[Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm import gated_delta_net as gdn
+    from megatron.core.ssm import gated_delta_net as gdn  # a module, and a package from 0.19 on
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     # flash-linear-attention is CUDA; the plain form needs this one function of it.
-    gdn.HAVE_FLA = True
-    gdn.l2norm = lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    for module in (gdn, getattr(gdn, "common", None), getattr(gdn, "gdn", None)):
+        if module is not None:
+            module.HAVE_FLA, module.l2norm = True, _l2norm
 
     def layer(kind: str) -> Any:
         spec = get_gpt_layer_local_spec(
@@ -396,6 +406,19 @@ def _qwen3_5_layers(c: Any, config: Any) -> list[Any]:
         return spec
 
     return [layer(kind) for kind in c.layer_types]
+
+
+def _let_attention_be_latent() -> None:
+    """Without TransformerEngine, Megatron's own attention cannot be built for it."""
+    from megatron.core.transformer import dot_product_attention
+
+    from megatron_rdt.cpu import _dot_product_attention
+
+    _dot_product_attention(dot_product_attention)
+
+
+def _l2norm(x: Tensor, **_: Any) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 class ZeroCenteredNorm(nn.Module):

@@ -546,7 +546,7 @@ def _gpt_oss_config(**overrides: Any) -> Any:
         "truncate": False,
         "original_max_position_embeddings": MAX_POSITIONS // 4,
     }
-    return GptOssConfig(
+    config = GptOssConfig(
         **{
             **_common(),
             "intermediate_size": MOE_INTERMEDIATE,
@@ -559,6 +559,9 @@ def _gpt_oss_config(**overrides: Any) -> Any:
             **overrides,
         }
     )
+    # In the released config.json, and what SGLang reads; transformers' class does not have it.
+    config.swiglu_limit = 7.0
+    return config
 
 
 def _gpt_oss(c: Any) -> Iterator[_Tensor]:

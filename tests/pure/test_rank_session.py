@@ -1167,6 +1167,26 @@ def test_a_filter_keeps_nothing_that_is_torn(engine: Engine) -> None:
     assert engine.states == ["current", "current"]
 
 
+def test_parameters_that_stay_by_their_own_name_must_be_whole(engine: Engine) -> None:
+    def begun(sync_id: str) -> list[Any]:
+        connect = f"c-{sync_id}"
+        assert good(engine.begin(connect, "connect", pause_mode="in_place", flush=False))
+        recordings = engine.call("record_load", connect, SPECS, (), ("e",))
+        assert all(r.kept.params == {"e"} for r in recordings)
+        assert good(engine.call("end_sync", connect, None))
+        engine.settle()
+        return engine.begin(sync_id)
+
+    assert good(begun("s1"))
+    assert good(engine.call("abort_sync", "s1", "enough"))
+    engine.settle()
+    for rank in engine.ranks:
+        rank.session._unsound.add(None, "the engine was started with load_format dummy")
+    for error in begun("s2"):
+        assert isinstance(error, EngineStateError)
+        assert "the name filter keeps e, which cannot be relied on: the engine was" in str(error)
+
+
 def test_what_a_filtered_sync_tears_the_next_one_mends(engine: Engine) -> None:
     connect_filtered(engine, "c1", "w")
     assert good(engine.begin("s1"))

@@ -11,7 +11,7 @@ from sglang_rdt.errors import PlanError, RecordError
 from sglang_rdt.plan import coverage, forms
 from sglang_rdt.plan.direct import make_direct_plan
 from sglang_rdt.plan.planner import make_plan
-from sglang_rdt.plan.selection import keep, select
+from sglang_rdt.plan.selection import keep, leave, select, unmatched
 from sglang_rdt.plan.slices import Slice
 from sglang_rdt.plan.specs import (
     Block,
@@ -175,9 +175,57 @@ def test_what_is_kept_need_not_be_used_and_the_rest_must() -> None:
     assert coverage.check_engine([filtered("e", "mtp")], specs) == []
 
 
+# What the trainer has nothing for
+
+
+def beside_a_tower(*patterns: str) -> EngineRankLayout:
+    """Two parameters, and a buffer, that no tensor of the trainer's is for."""
+    more = (param("tower.w", (7, 2)), param("tower.b", (7,)))
+    one = model(params=(*model().params, *more, replace(param("tower.rope", (3,)), buffer=True)))
+    return replace(one, recording=leave(one.recording, one.params, patterns))
+
+
+def test_parameters_that_the_trainer_has_nothing_for_are_kept_when_asked_for() -> None:
+    assert problems(beside_a_tower("tower.*")) == []
+    assert beside_a_tower("tower.*").recording.kept.params == {"tower.w", "tower.b"}
+    assert problems(beside_a_tower("*.b")) == [
+        "10.0.0.1:30000 dp0_pp0_tp0: tower.w float32[7, 2] is covered by no HF tensor"
+    ]
+    assert len(problems(beside_a_tower())) == 2
+    assert make_plan([trainer(0, ALL)], [beside_a_tower("tower.*")], 1 << 16).nbytes == sum(
+        s.nbytes for s in ALL
+    )
+    direct = make_direct_plan([holder(*ALL)], [beside_a_tower("tower.*")])
+    assert {t.param for t in direct.transfers(0)} == {"qkv", "out", "embed"}
+
+
+def test_what_the_trainer_has_is_not_kept_by_the_name_of_its_parameter() -> None:
+    (why,) = problems(beside_a_tower("tower.*", "qkv"))
+    assert "qkv is to be kept (SGLANG_RDT_KEEP), but comes from k, q" in why
+    with pytest.raises(PlanError, match="SGLANG_RDT_EXCLUDE"):
+        make_direct_plan([holder(*ALL)], [beside_a_tower("*")])
+    # Nor because a filter keeps it already.
+    one = beside_a_tower("tower.*", "out")
+    assert problems(replace(one, recording=keep(one.recording, {"o"})))
+
+
+def test_a_pattern_that_no_parameter_matches_is_named() -> None:
+    ranks = [model(), beside_a_tower()]
+    assert unmatched(ranks, ["tower.*", "out"]) == []
+    (why,) = unmatched(ranks, ["tower.rope", "*.b"])
+    assert "keep pattern 'tower.rope' (SGLANG_RDT_KEEP) matches none of the engine's 5" in why
+
+
 def test_a_report_that_is_none_is_named() -> None:
     one = model()
-    for kept in (None, Kept(["e"]), Kept(frozenset({1})), Kept(frozenset({"e"}), (None,))):  # type: ignore[arg-type]
+    for kept in (
+        None,
+        Kept(params=["e"]),
+        Kept(params=frozenset({None})),
+        Kept(["e"]),
+        Kept(frozenset({1})),
+        Kept(frozenset({"e"}), (None,)),
+    ):  # type: ignore[arg-type]
         bad = replace(one, recording=replace(one.recording, kept=kept))  # type: ignore[arg-type]
         assert forms.check_layout(bad), kept
 

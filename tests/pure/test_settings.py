@@ -131,6 +131,7 @@ VALUES = {
     "mode": st.sampled_from(["auto", "direct", "bucketed"]),
     "include": st.lists(TEXT, max_size=3).map(tuple),
     "exclude": st.lists(TEXT, max_size=3).map(tuple),
+    "keep": st.lists(TEXT, max_size=3).map(tuple),
     "runner": st.sampled_from(["target", "draft", "both"]),
     "link_costs": st.none() | TEXT,
     "plan_report": st.none() | TEXT,
