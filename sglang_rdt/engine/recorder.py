@@ -280,8 +280,34 @@ class _Recorder(Tracer):
         value = filled_with(func, args)
         if value is not None and place is not None:
             self.constants.append(Constant(*place, value))
-        elif place is None or not self._changed(func, place, dst, [*args, *kwargs.values()]):
+        elif place is None or not (
+            self._made(func, place, args)
+            if dst is kwargs.get("out")
+            else self._changed(func, place, dst, [*args, *kwargs.values()])
+        ):
             self.problems.append(f"{self._name(dst)}: written in place by {func}")
+
+    def _made(self, func: Any, place: tuple[str, Slice], args: Sequence[Any]) -> bool:
+        """Something is computed into a place (``out=``), whatever was there; False: of something
+        that is no HF tensor, or that the model itself held."""
+        leaves = self._leaves_in(args)
+        if not leaves or _LIVE in leaves:
+            return False
+        self.wants = [w for w in self.wants if (w.param, w.dst) != place]
+        self._compute(place, leaves, str(func))
+        return True
+
+    def _leaves_in(self, args: Sequence[Any], but: torch.Tensor | None = None) -> frozenset[int]:
+        leaves: frozenset[int] = frozenset()
+        for tensor in tensors_in(args):
+            if tensor is but:
+                continue
+            if tensor.device.type == "meta":
+                leaves |= self._went_in.get(storage_key(tensor), frozenset({_LIVE}))
+            elif tensor in self.live:
+                where = self.live.locate(tensor)
+                leaves |= self._filled.get(where, frozenset({_LIVE})) if where else {_LIVE}
+        return leaves
 
     def _changed(
         self, func: Any, place: tuple[str, Slice], dst: torch.Tensor, args: Sequence[Any]
@@ -292,17 +318,9 @@ class _Recorder(Tracer):
         same = any((w.param, w.dst) == place for w in self.wants)
         if not leaves or not (same or Write(*place) in self._writes):
             return False
-        for tensor in tensors_in(args):
-            if tensor is dst or not (tensor.device.type == "meta" or tensor in self.live):
-                continue
-            if tensor.device.type == "meta":
-                more = self._went_in.get(storage_key(tensor), frozenset({_LIVE}))
-            else:
-                where = self.live.locate(tensor)
-                more = self._filled.get(where, frozenset({_LIVE})) if where else frozenset({_LIVE})
-            if _LIVE in more:
-                return False
-            leaves |= more
+        leaves |= self._leaves_in(args, but=dst)
+        if _LIVE in leaves:
+            return False
         # No longer a copy.
         self.wants = [w for w in self.wants if (w.param, w.dst) != place]
         self._compute(place, leaves, str(func))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_rdt.engine import derived, pipeline, quantised, runners
+from sglang_rdt.engine import caches, derived, pipeline, quantised, runners
 from sglang_rdt.errors import EngineBusyError, EngineStateError
 
 # On a batch in SGLang's queue whose result was taken out of turn.
@@ -244,6 +244,7 @@ class SchedulerControl:
             from sglang.srt.model_loader import loader
 
             loader._post_load_weights(self.model)
+            caches.refresh(self.model)
             return
         updater = self.scheduler.weight_updater
         if updater._session is None:
@@ -253,6 +254,8 @@ class SchedulerControl:
                 run_post_load=changed and not updater._session.loaded_weights
             )
         updater._session = None
+        for _, model, _ in runners.models(self.scheduler, "both") if changed else ():
+            caches.refresh(model)
 
     @property
     def version(self) -> str:

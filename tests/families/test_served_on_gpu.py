@@ -1,7 +1,7 @@
 """Families in real engines on a GPU, where SGLang has a forward for all of them.
 
 Megatron has one GPU, and the engine that is synced the other. Beside the trainer runs an engine that
-SGLang itself started from a checkpoint of the same weights: every parameter of the two engines is
+SGLang itself started from a checkpoint of the same weights: everything that the two models hold is
 equal, and so is every log-probability that they give, in every bit. Megatron's own forward judges
 both.
 
@@ -241,18 +241,32 @@ def gpu_of(engine: Any) -> int:
     return int(ray.get(asked, timeout=TIMEOUT_S)[0])
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of parameters that are not equal in every bit; the tower is nobody's."""
-    assert one.keys() == other.keys()
-    return [
-        n
-        for n in one
-        if "visual." not in n
-        and not torch.equal(
-            one[n].contiguous().flatten().view(torch.uint8),
-            other[n].contiguous().flatten().view(torch.uint8),
-        )
-    ]
+def digests(actor: Any) -> dict[str, str]:
+    """Of everything that the model's modules hold: parameters, buffers, and tensors in attributes,
+    such as what is derived of weights. The tower is nobody's."""
+    import hashlib
+
+    found = {}
+    for prefix, module in actor._session.weights._model.named_modules():
+        if prefix.startswith("visual"):
+            continue
+        for table in (module._parameters, module._buffers, vars(module)):
+            for name, value in table.items():
+                if isinstance(value, torch.Tensor):
+                    held = value.detach().contiguous().flatten().view(torch.uint8).cpu()
+                    found[f"{prefix}.{name}"] = hashlib.sha256(held.numpy().tobytes()).hexdigest()
+    return found
+
+
+def held_by(engine: Any) -> dict[str, str]:
+    import ray
+
+    asked = engine.engine.actors[0].__ray_call__.remote(digests)
+    return dict(ray.get(asked, timeout=TIMEOUT_S))
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n))
 
 
 CASES = [(name, False) for name in FAMILIES] + [
@@ -268,7 +282,8 @@ def test_the_engine_says_what_one_started_from_the_checkpoint_says(
 ) -> None:
     import ray
 
-    from tests.families.megatron_models import hf_state
+    from megatron_rdt.sources.families import MODEL_TYPES
+    from tests.families.megatron_models import hf_config, hf_state
 
     ids = list(PROMPT)
     folders = []
@@ -293,7 +308,8 @@ def test_the_engine_says_what_one_started_from_the_checkpoint_says(
         with ThreadPoolExecutor() as pool:  # kernels are compiled
             before, right = pool.map(said_by, (served, fresh))
         assert right[:2] != before[:2]
-        live = fresh.weights()[0]
+        live = held_by(fresh)
+        assert differing(held_by(served), live)
         for mode in ("bucketed", "direct"):
             assert of("attach", served.address, mode) == mode
             # Twice: what is computed from weights must not be computed from its own result.
@@ -301,7 +317,7 @@ def test_the_engine_says_what_one_started_from_the_checkpoint_says(
                 print(name, fp8, of("push", version), flush=True)
                 now = said_by(served)
                 assert now[2] == version
-                assert differing(served.weights()[0], live) == []
+                assert differing(held_by(served), live) == []
                 assert now[:2] == right[:2], mode
         # And real steps, so that something moves in direct mode, too.
         print(name, "loss", of("train"), of("push", "trained"), flush=True)
@@ -312,7 +328,7 @@ def test_the_engine_says_what_one_started_from_the_checkpoint_says(
         print(name, fp8, "off Megatron's by", off[len(off) // 2], "at most", off[-1], flush=True)
         spread = sorted(abs(a - b) for a, b in zip(before[0], theirs, strict=True))
         # Rounding differs, and a router may choose another expert; another model is far away.
-        assert off[len(off) // 2] < (0.5 if fp8 else 0.2) < spread[len(spread) // 2]
+        assert 4 * off[len(off) // 2] < spread[len(spread) // 2], (off, spread)
     finally:
         for engine in (served, fresh):
             if engine is not None:
@@ -320,10 +336,10 @@ def test_the_engine_says_what_one_started_from_the_checkpoint_says(
         ray.kill(trainer)
     passed(
         family=name,
-        trainer="1 GPU",
+        trainer="one rank, on a GPU",
         engine="TP 1, served on a GPU",
-        bridge="mbridge",
+        bridge="ours for mbridge" if hf_config(name).model_type in MODEL_TYPES else "mbridge",
         mode="both",
         dtype="bfloat16",
-        fp8="after load" if fp8 else "",
+        fp8="fp8" if fp8 else "",
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from sglang_rdt.plan.specs import (
     scratch_name,
 )
 
-from .builders import copy, engine_rank, param
+from .builders import copy, engine_rank, param, spec
 
 Weights = dict[str, torch.Tensor]
 Loader = Callable[["Model", Weights], None]
@@ -422,14 +423,31 @@ COMPUTED: dict[str, tuple[Loader, tuple[str, ...]]] = {
 }
 
 
-def test_what_is_derived_of_a_parameter_while_it_is_loaded() -> None:
+@pytest.mark.parametrize(
+    ("derive", "why"),
+    [
+        # SGLang 0.5.23, and those before it.
+        (
+            lambda m: m.plus_one.copy_(m.p.data).add_(1.0),
+            "what it wrote into p, aten.add_.Tensor",
+        ),
+        (lambda m: torch.add(m.p.data, 1.0, out=m.plus_one), "aten.add.out"),
+        (
+            lambda m: torch.add(m.p.data, 1.0, out=m.plus_one).mul_(2),
+            "aten.add.out, aten.mul_.Tensor",
+        ),
+    ],
+)
+def test_what_is_derived_of_a_parameter_while_it_is_loaded(
+    derive: Callable[[Any], Any], why: str
+) -> None:
     # As SGLang's norm of Qwen3.5, which keeps its weight plus one in a buffer.
     def make() -> Model:
         def load(m: Model, w: Weights) -> None:
             for name in w:
                 if name == "a":
                     m.p.data.copy_(w["a"])
-                    m.plus_one.copy_(m.p.data).add_(1.0)
+                    derive(m)
                 else:
                     m.q.data.copy_(w["b"])
 
@@ -441,7 +459,26 @@ def test_what_is_derived_of_a_parameter_while_it_is_loaded() -> None:
     assert [w.param for w in recording.wants] == ["p", "q"]
     (one,) = recording.computed
     assert (one.sources, one.params) == (("a",), ("plus_one",))
-    assert one.why == "what it wrote into p, aten.add_.Tensor"
+    assert one.why == why
+
+
+def test_what_is_computed_into_a_place_of_what_the_model_held_is_refused() -> None:
+    def load(m: Model, w: Weights) -> None:
+        torch.add(m.p.data, 1.0, out=m.q.data)  # before it was loaded
+        m.p.data.copy_(w["a"])
+
+    with pytest.raises(RecordError, match=r"q: written in place by aten\.add\.out"):
+        record_load(Model(load, p=(4,), q=(4,)), [spec("a", (4,))])
+
+
+def test_what_is_computed_into_a_place_takes_the_place_of_what_was_copied_there() -> None:
+    def load(m: Model, w: Weights) -> None:
+        m.p.data.copy_(w["a"])
+        torch.add(w["a"], w["b"], out=m.p.data)
+
+    recording = agree(lambda: Model(load, p=(4, 3)), hf(a=(4, 3), b=(4, 3)))
+    assert recording.wants == ()
+    assert [(one.sources, one.params) for one in recording.computed] == [(("a", "b"), ("p",))]
 
 
 def test_a_parameter_that_is_changed_after_it_was_copied() -> None:
