@@ -230,6 +230,10 @@ class LiveWeights:
         unfinished.close(self.scratch)
         self.scratch = Scratch(self.device)
 
+    def doubt(self) -> None:
+        """A sync was torn: its connection to the trainer may be what is wrong."""
+        nixl.doubt()
+
     def _forget_sources(self, *, closed: bool = False) -> None:
         if self._reader is not None:
             self._reader.close()

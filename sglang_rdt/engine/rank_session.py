@@ -431,6 +431,7 @@ class RankSession:
     def _finish(self, event: Event, **what: str) -> None:
         recording = self.weights.recording
         if event == "tear":
+            self.weights.doubt()
             # What was being written; all of them where post-load processing went wrong.
             written = {w.source for w in recording.wants} if recording and not self._ended else None
             self._unsound.add(written, what["detail"], self._runner)

@@ -80,7 +80,7 @@ class WeightTransport(NixlTensorTransport):
         self._memory: dict[str, RemoteMemory] = {}
         # Of the connection before: a trainer that connects again mostly offers the same objects.
         self._former: dict[str, RemoteMemory] = {}
-        self._doubtful: set[str] = set()  # agents of whom something went wrong
+        self._doubtful = False  # whether something went wrong: a broken connection breaks others
         # Object -> where its storages were when it was put.
         self._put_at: dict[str, list[int]] = {}
         self._prepared: OrderedDict[tuple[str, tuple[int, ...]], Transfer] = OrderedDict()
@@ -281,12 +281,12 @@ class WeightTransport(NixlTensorTransport):
         if not (self._memory or closed or self._doubtful):
             return
         known = {memory.agent for memory in (*self._memory.values(), *self._former.values())}
-        staying = set() if closed else {m.agent for m in self._memory.values()} - self._doubtful
+        again = not (closed or self._doubtful)
+        staying = {m.agent for m in self._memory.values()} if again else set()
         for name in known - staying - unfinished.remotes():
             self._remove(name)
         self._former = {k: m for k, m in self._memory.items() if m.agent in staying}
-        self._memory = {}
-        self._doubtful.clear()
+        self._memory, self._doubtful = {}, False
 
     def _remove(self, name: str) -> None:
         # One that is gone already is what was wanted.
@@ -315,7 +315,7 @@ class WeightTransport(NixlTensorTransport):
         try:
             agent.add_remote_agent(meta.nixl_agent_meta)
         except Exception:
-            self._doubtful.add(name)
+            self.doubt()
             raise
         descs = agent.deserialize_descs(meta.nixl_serialized_descs)
         rows = [descs[i] for i in range(descs.descCount())]
@@ -369,12 +369,12 @@ class WeightTransport(NixlTensorTransport):
         with self._prepared_lock:
             handle = self._prepared.pop(key, None)
         if handle is not None:
-            self._doubtful.add(handle.remote)
+            self.doubt()
             _release(handle)
 
-    def doubt(self, remote: str) -> None:
-        """Has what is known of this agent forgotten with the connection: something went wrong."""
-        self._doubtful.add(remote)
+    def doubt(self) -> None:
+        """Something went wrong: nothing of this connection is taken over into the next."""
+        self._doubtful = True
 
 
 def _release(transfer: Transfer) -> None:

@@ -153,6 +153,13 @@ def forget(*, closed: bool = False) -> None:
         agent.transport().forget(closed=closed)
 
 
+def doubt() -> None:
+    """A sync went wrong: nothing that is known of its connection is taken over into the next."""
+    agent = sys.modules.get("sglang_rdt.transport.agent")
+    if agent is not None:
+        agent.transport().doubt()
+
+
 def pull(ref: Any, targets: Sequence[torch.Tensor], timeout_s: float) -> None:
     """Reads the tensors behind ``ref`` into ``targets``; returns when every byte is there.
 

@@ -76,7 +76,7 @@ class PreparedRead:
     def _doubt(self) -> None:
         from sglang_rdt.transport.agent import transport
 
-        transport().doubt(self._transfer.remote)
+        transport().doubt()
 
     def wait(self, deadline: float, timeout_s: float) -> None:
         """Returns when every byte is there; both sides may change their memory then.

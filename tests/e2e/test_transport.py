@@ -319,6 +319,21 @@ def test_memory_that_was_registered_anew_is_not_taken_for_what_it_was(pair: Any)
     assert ray.get(reader.known.remote(), timeout=20) == (1, 0)
 
 
+def test_after_a_failure_nothing_is_taken_over(pair: Any) -> None:
+    import ray
+
+    _, reader, refs = pair
+    ray.get(reader.pull.remote(refs), timeout=30)
+    ray.get(reader.forget.remote(), timeout=20)
+    assert ray.get(reader.known.remote(), timeout=20) == (0, 1)
+    ray.get(reader.prepare.remote(refs, [(0, 0, 100)]), timeout=30)
+    ray.get(reader.many.remote(1), timeout=30)
+    assert "was deregistered since" in ray.get(reader.read_after_deregistering.remote(), timeout=30)
+    ray.get(reader.forget.remote(), timeout=20)
+    assert ray.get(reader.known.remote(), timeout=20) == (0, 0)
+    ray.get(reader.pull.remote(refs), timeout=30)
+
+
 def test_a_dead_source_is_named_within_the_deadline(pair: Any) -> None:
     import ray
 
