@@ -17,6 +17,7 @@ from sglang_rdt.brief import brief
 from sglang_rdt.coordinator import calls, failures, trainers
 from sglang_rdt.coordinator.engine import Engine, of_ranks
 from sglang_rdt.coordinator.failures import Failure
+from sglang_rdt.coordinator.phases import human_bytes
 from sglang_rdt.engine.states import State
 from sglang_rdt.engine.sync_request import Connection, SyncRequest, Trainer
 from sglang_rdt.errors import EngineStateError, PlanError, RdtError, VerifyError
@@ -192,6 +193,18 @@ class Coordinator:
                 EngineRankLayout(rank, tuple(p), r)
                 for rank, p, r in zip(engine.ranks, params[name], recordings[name], strict=True)
             ]
+            for layout in self._layouts[name]:
+                own = layout.recording.kept.params
+                if own:
+                    nbytes = sum(p.nbytes for p in layout.params if p.name in own)
+                    logger.info(
+                        "%s: %d parameters, %s, stay as they are (SGLANG_RDT_KEEP): %s%s",
+                        layout.rank,
+                        len(own),
+                        human_bytes(nbytes),
+                        ", ".join(sorted(own)[:5]),
+                        ", ..." if len(own) > 5 else "",
+                    )
             if not_there := unmatched(self._layouts[name], self._settings.keep):
                 problems[name] = PlanError(f"{name}: the name filter", not_there)
         # Ranks that did begin must not stay parked; those that did not will say so.

@@ -43,7 +43,7 @@ class RankSession:
         self.weights = LiveWeights(control.models(self._runner), who)
         self._unsound = Unsound(who)
         if control.starts_empty:
-            self._unsound.add(None, "the engine was started with load_format dummy")
+            self._unsound.add(None, "the engine was started with load_format dummy", own=True)
 
     @property
     def request(self) -> SyncRequest | None:
@@ -144,7 +144,7 @@ class RankSession:
             self._connection = None
             self._disconnected = "its weights' memory was released since"
         if not self._control.backs_weights_up:
-            self._unsound.add(None, "their memory was released, and came back empty")
+            self._unsound.add(None, "their memory was released, and came back empty", own=True)
         self.weights.forget()
 
     def disconnect(self, token: str) -> None:
@@ -214,7 +214,7 @@ class RankSession:
         if not self._vote(problem is None):
             self._was_paused = was_paused
             why = problem or "on another rank"
-            self._unsound.add(None, f"a refused sync could not be undone: {why}")
+            self._unsound.add(None, f"a refused sync could not be undone: {why}", own=True)
             self._weights_are.on("tear", detail=f"a refused sync could not be undone: {why}")
             logger.error("%s is dirty and stays paused: %s", self._who, self._weights_are.detail)
         elif self._control.paused and not was_paused:
@@ -434,7 +434,8 @@ class RankSession:
             self.weights.doubt()
             # What was being written; all of them where post-load processing went wrong.
             written = {w.source for w in recording.wants} if recording and not self._ended else None
-            self._unsound.add(written, what["detail"], self._runner)
+            half_way = self._ended and self._weights_are.stage != "final"
+            self._unsound.add(written, what["detail"], self._runner, own=half_way)
         elif event == "commit" and recording is not None:
             self._unsound.clear(self._runner)
         if event in ("abort", "tear") and self._request and self._request.purpose == "connect":

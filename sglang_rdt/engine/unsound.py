@@ -7,7 +7,7 @@ loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sglang_rdt.errors import EngineStateError
@@ -21,6 +21,7 @@ class _Entry:
     runner: str
     names: frozenset[str] | None  # None: all
     why: str
+    own: bool  # the engine's own parameters, too, that no HF tensor is for
 
 
 class Unsound:
@@ -30,13 +31,21 @@ class Unsound:
         self._who = who
         self._entries: list[_Entry] = []
 
-    def add(self, names: Iterable[str] | None, why: str, runner: str = "both") -> None:
+    def add(
+        self,
+        names: Iterable[str] | None,
+        why: str,
+        runner: str = "both",
+        *,
+        own: bool = False,
+    ) -> None:
         """These are not, either; None: none is.
 
         Args:
             runner: whose they are.
+            own: nor are parameters that the trainer has nothing for, which no sync writes.
         """
-        entry = _Entry(runner, None if names is None else frozenset(names), why)
+        entry = _Entry(runner, None if names is None else frozenset(names), why, own)
         if names is None:
             self._entries = [e for e in self._entries if e.runner != runner]
         self._entries.append(entry)
@@ -50,7 +59,6 @@ class Unsound:
         """Raises EngineStateError if what a sync of ``runner`` keeps is not whole."""
         here = {want.source for want in kept.wants}
         here |= {source for one in kept.computed for source in one.sources}
-        here |= kept.params  # no sync ever tears them, but memory that is given back does
         for entry in self._entries:
             if runner == "draft" and entry.runner != "draft":
                 raise EngineStateError(
@@ -59,9 +67,18 @@ class Unsound:
                 )
             torn = sorted(here if entry.names is None else here & entry.names)
             if torn:
-                more = f" and {len(torn) - _NAMED} more" if len(torn) > _NAMED else ""
                 raise EngineStateError(
-                    f"{self._who}: the name filter keeps {', '.join(torn[:_NAMED])}{more}, which "
-                    f"cannot be relied on: {entry.why}. Sync once without a filter, or restart the "
-                    "engine"
+                    f"{self._who}: the name filter keeps {_some(torn)}, which cannot be relied on: "
+                    f"{entry.why}. Sync once without a filter, or restart the engine"
                 )
+            if entry.own and kept.params:
+                raise EngineStateError(
+                    f"{self._who}: SGLANG_RDT_KEEP keeps {_some(sorted(kept.params))}, which cannot "
+                    f"be relied on: {entry.why}. No sync writes them: restart the engine with its "
+                    "real weights"
+                )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -101,7 +101,10 @@ def _exactly_once(param: ParamSpec, parts: Sequence[tuple[Slice, str]], who: str
         except SlicesError as error:
             return [str(error)]
     if not parts:
-        return [f"{who}: {param.name} {param.dtype}{list(param.shape)} is covered by no HF tensor"]
+        return [
+            f"{who}: {param.name} {param.dtype}{list(param.shape)} is covered by no HF tensor "
+            "(what the trainer does not have can be left as it is: SGLANG_RDT_KEEP)"
+        ]
     boxes: list[Box] = []
     for s, _ in parts:
         box = slices.to_box(s, param.shape, param.stride)
@@ -200,21 +203,25 @@ def check_rank(
                 parts[region[write.param]].append((write.dst, label))
     if not allow_padding:
         problems += _check_padding(layout, who)
+    names: dict[tuple, list[str]] = defaultdict(list)
+    for param in layout.params:
+        names[region[param.name]].append(param.name)
     seen = set()
     for param in layout.params:
         key = region[param.name]
         if key in seen or (param.buffer and key not in parts):
             continue
-        if param.name in recording.kept.params:
-            if key in parts:
-                labels = ", ".join(sorted({label for _, label in parts[key]}))
-                problems.append(
-                    f"{who}: {param.name} is to be kept (SGLANG_RDT_KEEP), but comes from {labels}: "
-                    "what the trainer has is kept by its HF name (SGLANG_RDT_EXCLUDE)"
-                )
-            seen.add(key)
-            continue
         seen.add(key)
+        kept = [name for name in names[key] if name in recording.kept.params]
+        if kept and key in parts:
+            labels = ", ".join(sorted({label for _, label in parts[key]}))
+            problems.append(
+                f"{who}: {', '.join(kept)} is to be kept (SGLANG_RDT_KEEP), but comes from {labels}: "
+                "what the trainer has is kept by its HF name (SGLANG_RDT_EXCLUDE)"
+            )
+            continue
+        if len(kept) == len(names[key]):  # under every name that it has
+            continue
         if param.numel:
             problems += _exactly_once(param, parts.get(key, []), who)
     return problems

@@ -80,6 +80,8 @@ class WeightTransport(NixlTensorTransport):
         self._memory: dict[str, RemoteMemory] = {}
         # Of the connection before: a trainer that connects again mostly offers the same objects.
         self._former: dict[str, RemoteMemory] = {}
+        # Agents that were to be forgotten while a transfer from them was under way.
+        self._spared: set[str] = set()
         self._doubtful = False  # whether something went wrong: a broken connection breaks others
         # Object -> where its storages were when it was put.
         self._put_at: dict[str, list[int]] = {}
@@ -278,13 +280,15 @@ class WeightTransport(NixlTensorTransport):
             self._prepared.clear()
         for handle in handles:
             _release(handle)
-        if not (self._memory or closed or self._doubtful):
+        if not (self._memory or closed or self._doubtful or self._spared):
             return
         known = {memory.agent for memory in (*self._memory.values(), *self._former.values())}
         again = not (closed or self._doubtful)
         staying = {m.agent for m in self._memory.values()} if again else set()
-        for name in known - staying - unfinished.remotes():
+        gone, late = (known - staying) | self._spared, unfinished.remotes()
+        for name in gone - late:
             self._remove(name)
+        self._spared = gone & late
         self._former = {k: m for k, m in self._memory.items() if m.agent in staying}
         self._memory, self._doubtful = {}, False
 
@@ -307,10 +311,12 @@ class WeightTransport(NixlTensorTransport):
             return known
         name = meta.nixl_agent_name
         former = [key for key, m in self._former.items() if m.agent == name]
-        if former and not any(m.agent == name for m in self._memory.values()):
-            for key in former:
-                del self._former[key]
-            self._remove(name)
+        if former or name in self._spared:
+            if not any(m.agent == name for m in self._memory.values()):
+                self._remove(name)
+            self._spared.discard(name)
+        for key in former:
+            del self._former[key]
         agent = self.get_nixl_agent()
         try:
             agent.add_remote_agent(meta.nixl_agent_meta)

@@ -74,6 +74,10 @@ class Transfer:
     def state(self) -> str:
         """``PROC`` while it is under way, then ``DONE`` or ``ERR``. May raise what NIXL raises: it
         has failed then."""
+        if self._lost:
+            # Where it was under way, nobody can tell whether it came to its end.
+            self._at = None
+            raise RuntimeError(_LOST)
         while self._at is not None:
             try:
                 state = self._agent.check_xfer_state(self._handles[self._at])
@@ -86,9 +90,6 @@ class Transfer:
                 self._at = None
                 return str(state)
             if self._at == 0:
-                if self._lost:
-                    self._at = None
-                    raise RuntimeError(_LOST)
                 self._start(1)
             else:
                 self._at = None

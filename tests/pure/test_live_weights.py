@@ -188,6 +188,8 @@ def test_a_parameter_without_dimensions_is_compared(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         live_weights.nixl, "pull", lambda ref, targets, timeout_s: targets[0].copy_(ref[0])
     )
+    monkeypatch.setattr(live_weights.nixl, "register", lambda tensors: 0)
+    monkeypatch.setattr(live_weights.nixl, "deregister", lambda tensors: None)
     model = nn.Module()
     model.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
     weights = LiveWeights(model, "engine tp0")

@@ -188,9 +188,8 @@ def beside_a_tower(*patterns: str) -> EngineRankLayout:
 def test_parameters_that_the_trainer_has_nothing_for_are_kept_when_asked_for() -> None:
     assert problems(beside_a_tower("tower.*")) == []
     assert beside_a_tower("tower.*").recording.kept.params == {"tower.w", "tower.b"}
-    assert problems(beside_a_tower("*.b")) == [
-        "10.0.0.1:30000 dp0_pp0_tp0: tower.w float32[7, 2] is covered by no HF tensor"
-    ]
+    (why,) = problems(beside_a_tower("*.b"))
+    assert "tower.w float32[7, 2] is covered by no HF tensor (what the trainer does not" in why
     assert len(problems(beside_a_tower())) == 2
     assert make_plan([trainer(0, ALL)], [beside_a_tower("tower.*")], 1 << 16).nbytes == sum(
         s.nbytes for s in ALL
@@ -207,6 +206,27 @@ def test_what_the_trainer_has_is_not_kept_by_the_name_of_its_parameter() -> None
     # Nor because a filter keeps it already.
     one = beside_a_tower("tower.*", "out")
     assert problems(replace(one, recording=keep(one.recording, {"o"})))
+
+
+@pytest.mark.parametrize("filled", [True, False])
+@pytest.mark.parametrize("pattern", ["embed", "head"])
+def test_a_tied_parameter_is_kept_under_all_its_names_or_not_at_all(
+    pattern: str, filled: bool
+) -> None:
+    one = model()
+    head = replace(one.params[2], name="head")
+    recording = one.recording
+    if not filled:
+        wants = tuple(w for w in recording.wants if w.param != "embed")
+        recording = replace(recording, wants=wants, constants=())
+    one = replace(one, params=(*one.params, head), recording=recording)
+    (why, *more) = problems(replace(one, recording=leave(recording, one.params, [pattern])))
+    if filled:
+        assert f"{pattern} is to be kept (SGLANG_RDT_KEEP), but comes from e, the constant 0" in why
+    else:
+        assert "is covered by no HF tensor" in why
+        both = replace(one, recording=leave(recording, one.params, ["embed", "head"]))
+        assert problems(both) == more  # an HF tensor that goes nowhere
 
 
 def test_a_pattern_that_no_parameter_matches_is_named() -> None:

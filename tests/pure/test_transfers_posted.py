@@ -175,3 +175,12 @@ def test_one_under_way_is_not_released_before_it_has_ended_and_posts_nothing_mor
         transfer.state()
     assert second.posted == 0
     assert not transfer.under_way()
+
+
+def test_one_whose_memory_went_while_it_was_awaited_is_never_done() -> None:
+    transfer, first, _ = made()
+    transfer.post()
+    first.state = "DONE"  # and the byte behind it was not posted
+    transfer.lose_memory()
+    with pytest.raises(RuntimeError, match="was deregistered since"):
+        transfer.state()
