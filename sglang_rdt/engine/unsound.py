@@ -45,10 +45,11 @@ class Unsound:
             runner: whose they are.
             own: nor are parameters that the trainer has nothing for, which no sync writes.
         """
-        entry = _Entry(runner, None if names is None else frozenset(names), why, own)
         if names is None:
+            own = own or any(e.own for e in self._entries if e.runner == runner)
             self._entries = [e for e in self._entries if e.runner != runner]
-        self._entries.append(entry)
+        named = None if names is None else frozenset(names)
+        self._entries.append(_Entry(runner, named, why, own))
 
     def clear(self, runner: str) -> None:
         """A sync of ``runner`` has written all of them."""

@@ -1187,9 +1187,12 @@ def test_parameters_that_stay_by_their_own_name_must_be_whole(engine: Engine) ->
     engine.settle()
     for rank in engine.ranks:
         rank.session._unsound.add(None, "the engine was started with load_format dummy", own=True)
+        rank.session._unsound.add(None, "the engine was torn after that")
     for error in begun("s3"):
         assert isinstance(error, EngineStateError)
-        assert "SGLANG_RDT_KEEP keeps e, which cannot be relied on: the engine was" in str(error)
+        assert "SGLANG_RDT_KEEP keeps e, which cannot be relied on: the engine was torn" in str(
+            error
+        )
         assert "restart the engine with its real weights" in str(error)
 
 
