@@ -18,6 +18,7 @@ A subclass of ``ray.experimental.rdt.nixl_tensor_transport.NixlTensorTransport``
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import threading
@@ -62,7 +63,8 @@ class RemoteMemory:
 
     ``agent``: NIXL agent of its owner, known to this process's agent. ``addresses``, ``sizes``
     (bytes): one per tensor that was put. ``device``: index of the owner's device; ``kind``:
-    ``cuda`` or ``cpu``.
+    ``cuda`` or ``cpu``. ``access``: digest of what NIXL needs to reach it: registrations, keys,
+    connections.
     """
 
     agent: str
@@ -70,6 +72,7 @@ class RemoteMemory:
     sizes: tuple[int, ...]
     device: int
     kind: str
+    access: bytes = b""
 
 
 class WeightTransport(NixlTensorTransport):
@@ -309,20 +312,7 @@ class WeightTransport(NixlTensorTransport):
         if known is not None:
             self._memory[obj_id] = known
             return known
-        name = meta.nixl_agent_name
-        former = [key for key, m in self._former.items() if m.agent == name]
-        if former or name in self._spared:
-            if not any(m.agent == name for m in self._memory.values()):
-                self._remove(name)
-            self._spared.discard(name)
-        for key in former:
-            del self._former[key]
-        agent = self.get_nixl_agent()
-        try:
-            agent.add_remote_agent(meta.nixl_agent_meta)
-        except Exception:
-            self.doubt()
-            raise
+        agent, name = self.get_nixl_agent(), meta.nixl_agent_name
         descs = agent.deserialize_descs(meta.nixl_serialized_descs)
         rows = [descs[i] for i in range(descs.descCount())]
         if len(rows) != len(meta.tensor_meta):
@@ -330,12 +320,31 @@ class WeightTransport(NixlTensorTransport):
                 f"NIXL merged {len(meta.tensor_meta)} tensors into {len(rows)} descriptors"
             )
         memory = RemoteMemory(
-            agent=meta.nixl_agent_name,
+            agent=name,
             addresses=tuple(int(r[0]) for r in rows),
             sizes=tuple(int(r[1]) for r in rows),
             device=int(rows[0][2]),
             kind="cuda" if meta.tensor_device == "cuda" else "cpu",
+            access=hashlib.sha256(meta.nixl_agent_meta).digest(),
         )
+        former = [key for key, m in self._former.items() if m.agent == name]
+        same = next((key for key in former if self._former[key] == memory), None)
+        if same is not None and name not in self._spared:
+            # Put anew, and reached in the same way in every bit.
+            del self._former[same]
+            self._memory[obj_id] = memory
+            return memory
+        if former or name in self._spared:
+            if not any(m.agent == name for m in self._memory.values()):
+                self._remove(name)
+            self._spared.discard(name)
+        for key in former:
+            del self._former[key]
+        try:
+            agent.add_remote_agent(meta.nixl_agent_meta)
+        except Exception:
+            self.doubt()
+            raise
         self._memory[obj_id] = memory
         return memory
 
