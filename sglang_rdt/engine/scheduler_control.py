@@ -239,11 +239,10 @@ class SchedulerControl:
             EngineStateError: no session is open.
         """
         if not self.has_session:
-            if not changed:
-                return
-            from sglang.srt.model_loader import loader
+            if changed:
+                from sglang.srt.model_loader import loader
 
-            loader._post_load_weights(self.model)
+                loader._post_load_weights(self.model)
             caches.refresh(self.model)
             return
         updater = self.scheduler.weight_updater
@@ -254,7 +253,8 @@ class SchedulerControl:
                 run_post_load=changed and not updater._session.loaded_weights
             )
         updater._session = None
-        for _, model, _ in runners.models(self.scheduler, "both") if changed else ():
+        # Whatever was written, torn weights that a user accepts too: a copy of the same is the same.
+        for _, model, _ in runners.models(self.scheduler, "both"):
             caches.refresh(model)
 
     @property

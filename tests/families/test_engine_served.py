@@ -4,8 +4,6 @@ byte, and say the tokens that transformers says.
 
 from __future__ import annotations
 
-import logging
-import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 
 from sglang_rdt import cpu
 from sglang_rdt.cpu import boot
+from tests.families.cluster import running
 from tests.families.zoo import FAMILIES, Family
 
 pytest.importorskip("sglang")
@@ -58,21 +57,8 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    import ray
-
-    os.environ.update(cpu.environment(2))
-    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Trainer"]))
-    ray.init(
-        address="local",
-        num_cpus=8,
-        num_gpus=2,
-        namespace="families",
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=bool(os.environ.get("E2E_LOGS")),
-    )
-    yield
-    ray.shutdown()
+    with running(__name__, cpu.environment(2)):
+        yield
 
 
 def save(family: Family, folder: Path, state: dict[str, torch.Tensor]) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_rdt.bench.trainer import NOSET
+from tests.families.cluster import running
 from tests.families.zoo import FAMILIES
 
 pytestmark = [
@@ -205,23 +206,8 @@ def log_probabilities(host: Any, ids: list[int], count: int) -> tuple[list[Any],
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    import importlib
-
-    import ray
-
-    os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-    ray.cloudpickle.register_pickle_by_value(importlib.import_module(__name__))
-    ray.init(
-        address="local",
-        num_cpus=8,
-        num_gpus=2,
-        namespace="families",
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=bool(os.environ.get("E2E_LOGS")),
-    )
-    yield
-    ray.shutdown()
+    with running(__name__, NOSET):
+        yield
 
 
 def start(folder: Path, name: str, fp8: bool) -> Any:
@@ -230,8 +216,7 @@ def start(folder: Path, name: str, fp8: bool) -> Any:
     kwargs = {**ENGINE, **MORE.get(name, {}), "model_path": str(folder), "port": free_port()}
     if fp8:
         kwargs["quantization"] = "fp8"
-    environ = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-    return ServedEngine(kwargs, environ=environ, timeout_s=TIMEOUT_S)
+    return ServedEngine(kwargs, environ=NOSET, timeout_s=TIMEOUT_S)
 
 
 def gpu_of(engine: Any) -> int:

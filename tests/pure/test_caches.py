@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,20 +44,45 @@ def test_a_copy_is_filled_again_where_it_is() -> None:
     assert model[0]._weight_fp32.data_ptr() == at
 
 
+@pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.usefixtures("real_session")
-def test_the_end_of_a_session_does_so_where_weights_were_written() -> None:
+def test_the_end_of_a_session_does_so(changed: bool) -> None:
     made = scheduler()
     gates: list[Any] = [model for _, model, _ in runners.models(made, "both")]
     assert len(gates) == 2
+    control = SchedulerControl(made, "engine tp0", label_replies=False)
+    control.begin_session("all")
+    written(*gates)
+    control.end_session(changed=changed)
     for model in gates:
+        assert model.gate(torch.ones(3)).tolist() == [1.5] * 4
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_so_does_sglang_that_has_no_sessions(
+    changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is what has such copies."""
+    derived: list[Any] = []
+    module = SimpleNamespace(loader=SimpleNamespace(_post_load_weights=derived.append))
+    for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    model: Any = nn.Linear(4, 4)
+    made = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+        weight_updater=SimpleNamespace(),
+    )
+    control = SchedulerControl(made, "engine tp0", label_replies=False)
+    written(model)
+    control.end_session(changed=changed)
+    assert model.gate(torch.ones(3)).tolist() == [1.5] * 4
+    assert derived == [model] * changed
+
+
+def written(*models: Any) -> None:
+    """Gives each a router that has run once, and writes its weight."""
+    for model in models:
         model.gate = Gate()
         model.gate(torch.ones(3))
-    control = SchedulerControl(made, "engine tp0", label_replies=False)
-    for changed in (False, True):
-        control.begin_session("all")
         with torch.no_grad():
-            for model in gates:
-                model.gate.weight.fill_(0.5)
-        control.end_session(changed=changed)
-        for model in gates:
-            assert (model.gate(torch.ones(3)).tolist() == [1.5] * 4) == changed
+            model.gate.weight.fill_(0.5)
