@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,3 +185,27 @@ def test_one_whose_memory_went_while_it_was_awaited_is_never_done() -> None:
     transfer.lose_memory()
     with pytest.raises(RuntimeError, match="was deregistered since"):
         transfer.state()
+
+
+def test_an_agent_that_is_spared_for_a_late_transfer_is_forgotten_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ray.experimental.rdt.nixl_tensor_transport")
+    from sglang_rdt.transport.agent import RemoteMemory, WeightTransport
+
+    removed: list[str] = []
+    agent = SimpleNamespace(remove_remote_agent=removed.append)
+    monkeypatch.setattr(WeightTransport, "get_nixl_agent", lambda self: agent)
+    transport = WeightTransport()
+    transport._memory = {"object": RemoteMemory("a", (1,), (1,), 0, "cpu")}
+    late, first, _ = made()
+    late.post()
+    unfinished.release("the source", late)
+    transport.doubt()
+    transport.forget()
+    assert removed == []  # NIXL dies of the answer otherwise
+    first.state = "ERR"
+    transport.forget()
+    assert removed == ["a"]
+    transport.forget()
+    assert removed == ["a"]
